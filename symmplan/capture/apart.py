@@ -57,7 +57,7 @@ def run_apart(
         default_group: As for `symmplan.capture.capture_fx`.
 
     Returns:
-        What the op returns, after its end; nothing of it is the op's own.
+        Clones of the op's results, after its end.
 
     Collective: as the op.
     """
@@ -147,7 +147,7 @@ def is_tensor(x: Any) -> bool:
 
 
 def identity(x: torch.Tensor) -> tuple[Any, ...]:
-    """What an op that returns its argument gives back unchanged."""
+    """Returns its argument unchanged, in place of an op that does."""
     return storage_key(x), *view_of(x)
 
 

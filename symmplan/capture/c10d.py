@@ -39,7 +39,7 @@ class Functional:
     asynchronous: bool = False  # whether the caller holds a ``Work`` to wait for
 
     def results(self, work: Any) -> tuple[Any, Any]:
-        """What the original op returns."""
+        """The results of the original op."""
         return ([self.written] if self.listed else self.written), work
 
 
@@ -89,10 +89,10 @@ FUNCTIONAL = {op: f"_c10d_functional::{name}" for op, (name, *_) in _FORMS.items
 
 @functools.cache
 def reader_of(op: OpOverload) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What finds in the arguments of a call of ``op`` those that say what it does.
+    """A function that picks the arguments of a call of ``op`` that say what it does.
 
-    They are out of their boxes: the name of the group, and that of a plain reduction. Ops that have
-    no functional form are left as they are.
+    It unboxes them: the name of the group, and the name of a plain reduction. Arguments of ops
+    without a functional form stay as they are.
     """
     if op._schema.name not in _FORMS:
         return lambda args: args

@@ -104,7 +104,7 @@ def requests_of(node: fx.Node, spec: OpSpec, group: str, values: Values) -> Iter
 
 @define(eq=False)
 class Decider:
-    """Decides request by request. What is not said here is as for `capture_fx`."""
+    """Decides request by request. Its arguments are those of `capture_fx`."""
 
     prefix: str
     values: Values

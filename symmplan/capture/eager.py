@@ -63,7 +63,7 @@ class Storage:
 
 @define(eq=False)
 class Recorded:
-    """What a program asked the session for: a declared op, or memory."""
+    """A call of the program that the session serves: a declared op, or a request for memory."""
 
     node: fx.Node  # its node
     op: Any  # the op as the program called it, None for memory
@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):
     Args:
         lookup: Gives what is declared of an op, or None.
         before: Called with each declared op and its arguments, before it runs.
-        aside: Whether what runs now is not the program's, and is to be left alone.
+        aside: Whether the code that runs now is not the program's, so that it is not recorded.
         watch: Where to learn about streams; None where there are none.
         scratch: Gives declared ops symmetric memory to run on; None to run them on ordinary memory.
         default_group: As for `capture_fx`.
@@ -92,8 +92,9 @@ class Recorder(TorchDispatchMode):
         graph: The graph so far.
         calls: The program's calls of declared ops and of `symmplan.placed.empty`, in order.
         lines: ``{node: where in the user's program it was called}``.
-        writes: How makers of tensors write where they are told, by the program's own word.
-        timeline: What was seen of streams.
+        writes: How ops write into given memory, as the program says by `placed.empty` and
+            `placed.out`.
+        timeline: The streams and events that were seen.
         made: Storages that the iteration made, by their first value.
     """
 

@@ -42,7 +42,7 @@ OPS = {
 
 
 def _declared(kind: Kind) -> tuple[OpSpec, Requirement] | None:
-    """What is declared of a collective, and of its buffer; None if that need not be symmetric."""
+    """The declaration of a collective and its buffer; None if that need not be symmetric."""
     import torch
 
     spec = spec_for(getattr(torch.ops.c10d, OPS[kind].partition("::")[2]).default)

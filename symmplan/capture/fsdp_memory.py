@@ -13,18 +13,18 @@ __all__ = ["needed"]
 
 
 def needed(recording: Recording, unsharded: Mapping[str, int]) -> tuple[int, int]:
-    """The most bytes of tensors that later steps have at once, without and with FSDP2's buffers.
+    """The peak of tensor bytes in later steps, without and with FSDP2's buffers.
 
-    All that the plan replaces was there between two moments at which somebody looked that was there
-    at both. What a step leaves behind for later ones, such as the state of an optimizer, they have
-    from the beginning on.
+    A buffer that the plan replaces counts between two recorded moments only if it was there at
+    both. Tensors that a step leaves for later ones, such as the state of an optimizer, count from
+    the beginning of these.
 
     Args:
         recording: The step; its ``moments`` say what was allocated.
         unsharded: ``{site: bytes}`` of the unsharded parameters that the plan may place.
 
     Returns:
-        Zeros if nobody looked.
+        Zeros if no moment was recorded.
     """
     if not recording.moments:
         return 0, 0

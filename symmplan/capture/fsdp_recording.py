@@ -70,7 +70,7 @@ class Call:
 
 
 class Look(NamedTuple):
-    """What tensors had at a moment."""
+    """The bytes of tensors at a moment."""
 
     events: int  # how many had come
     allocated: int  # bytes
@@ -127,7 +127,7 @@ class Recording:
         self.heard.append((self._launched, other))
 
     def drop(self, index: int) -> None:
-        """Nobody holds buffer ``index`` any more. May be called from any thread."""
+        """Note that buffer ``index`` was dropped. May be called from any thread."""
         self.events.append(("drop", index))
 
     def release(self, index: int, *, after_forward: bool = False) -> None:

@@ -307,7 +307,7 @@ def _problems(
     saved: Mapping[int, str],
     given: Mapping[fx.Node, Buffer],
 ) -> tuple[Problem, Problem | None, dict[str, Step]]:
-    """What the graph does with its own buffers, and with those that outlive it."""
+    """The problems of the graph's own buffers and of those that outlive it."""
     steps = Steps(decider, specs)
     by_node: dict[fx.Node, list[Site]] = {}
     for site in sites:

@@ -1,4 +1,4 @@
-"""What must be equal when a call that was recorded comes again, and what stands for the rest."""
+"""Signatures of calls, which must be equal when a call comes again, and stand-ins for the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class CallValue:
 def signature(value: Any) -> Any:
     """What must be equal when the same call comes again.
 
-    Of a tensor its shape and type. A float has no say in what lies where.
+    For a tensor these are its shape and type. Floats are left out, because they do not affect
+    placements.
     """
     if type(value) in _PLAIN:
         return value

@@ -1,4 +1,4 @@
-"""What capture decides of each declared tensor."""
+"""The decisions of capture about each declared tensor."""
 
 from __future__ import annotations
 
@@ -99,18 +99,18 @@ class Kept:
 
 @frozen(eq=False)
 class Step:
-    """What an operation of a captured problem does in the program.
+    """The purpose of an operation of a captured problem.
 
     Attributes:
         kind: ``"launch"`` runs a declared op on its placements. The copies move one of its tensors:
-            in before the op (a staged argument, or what an op that works in place begins with) or
-            behind it (a result that is made elsewhere), out of its placement, or back to where
-            the program has it. ``"use"`` is what else the program does with a buffer.
-            ``"given"`` begins a backward, ``"saved"`` ends a forward. ``"release"`` is the moment
-            at which the program lets go of a tensor, ``"poison"`` overwrites a dead one.
+            in before the op (a staged argument, or the input of an op that works in place) or after
+            it (a result that is made elsewhere), out of its placement, or back to the program's
+            tensor. ``"use"`` is any other access of a buffer. ``"given"`` begins a backward,
+            ``"saved"`` ends a forward. ``"release"`` is the moment at which the program drops a
+            tensor. ``"poison"`` overwrites a buffer after its live range.
         node: The node to which it belongs, if there is one; that of the declared op, for copies.
         site: The tensor that is copied.
-        buffer: What is released or overwritten.
+        buffer: The buffer that is released or overwritten.
     """
 
     kind: Literal["launch", "use", "given", "saved", "release", "poison"] | CopyKind
@@ -128,15 +128,15 @@ class Captured:
         sites: Every declared tensor, in graph order.
         steps: ``{operation of the problem: what it does}``; marks of streams do nothing.
         placed_storages: Every storage that is made in its placement.
-        specs: What is declared of the nodes that have sites.
+        specs: The declarations of the nodes that have sites.
         groups: The process group that each of them runs over; empty if none can be told.
         waits: ``{asynchronous node: {path of a result: its wait node}}``.
         values: The graph's tensors.
-        prefix: What operation and buffer names start with.
+        prefix: The prefix of the names of operations and buffers.
         kept: The inputs that lie in symmetric memory from run to run.
         residence: Their problem; None if there are none. See [Note: pinned inputs].
-        saved: ``{output: its buffer}`` of what its backward finds in a placement.
-        given: ``{input: its buffer}`` of what its forward left in a placement.
+        saved: ``{output: its buffer}`` of outputs that its backward reads in their placements.
+        given: ``{input: its buffer}`` of inputs that its forward left in placements.
     """
 
     problem: Problem

@@ -37,8 +37,8 @@ def copy_name(kind: CopyKind, prefix: str, site: Site) -> str:
 class Steps:
     """Collects the operations that touch a buffer, in the order in which they will run.
 
-    Every copy is an operation of its own, with a read and a write. What is copied in counts as in
-    use until the op has ended, too: an eager caller holds its arguments that long.
+    Every copy is an operation of its own, with a read and a write. The source of a copy in counts
+    as in use until the op has ended, because an eager caller holds its arguments that long.
     """
 
     decider: Decider
@@ -122,7 +122,7 @@ class Steps:
         return self.decider.buffer_of(self.decider.values.find((source, ())))
 
     def _reach(self, operation: str, site: Site, spec: OpSpec) -> Access:
-        """What an op does with a declared tensor: to its own bytes and to peers'."""
+        """The accesses of an op to a declared tensor: to this rank's bytes and to peers'."""
         assert site.buffer is not None
         heads = {r.head: r for r in spec.requirements}
         exact = {r.where: r for r in spec.requirements}
@@ -197,10 +197,10 @@ class Steps:
 
 
 def plan_poison(captured: Captured) -> Captured:
-    """The same program, with an operation that overwrites each buffer behind its last access.
+    """A captured program with an operation that overwrites each buffer after its last access.
 
-    Buffers that are used on several streams are left alone: one use may not be behind all others.
-    So are those that a forward saves, which die elsewhere.
+    Buffers that are used on several streams are left alone, because no use may be the last. Buffers
+    that a forward saves are left alone, because they end in the backward.
     """
     problem, steps = captured.problem, dict(captured.steps)
     saves = {name for name, step in steps.items() if step.kind == "saved"}

@@ -52,7 +52,7 @@ class Mark:
 
 @define(eq=False)
 class Timeline:
-    """What a recording knows about streams. See [Note: what is seen of streams]."""
+    """The streams of a recording. See [Note: what is seen of streams]."""
 
     watch: CudaWatch | None = None  # tells which stream is current; None where there are no streams
     #: ``{name of a node: when it ran}``, counted from the start.

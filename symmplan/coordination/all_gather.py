@@ -1,4 +1,4 @@
-"""What ranks tell each other while they decide something together."""
+"""Values that all ranks gather while they decide something together."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def least(
 
 @contextlib.contextmanager
 def telling(groups: Mapping[str, Any], timeout: float) -> Iterator[None]:
-    """What fails inside on one rank alone fails on its peers, too, when they next wait for it.
+    """An error inside on one rank becomes an error on its peers when they next wait for it.
 
     Args:
         groups: ``{name: process group}``.

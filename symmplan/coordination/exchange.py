@@ -180,11 +180,11 @@ class Exchange:
         return answers
 
     def look(self) -> None:
-        """Raise what a peer failed with, in front of the round for which all others come, too.
+        """Raise a peer's error, before the round for which all others come, too.
 
         Raises:
             PeerLostError: A peer's process ended.
-            SymmplanError: What it failed with, with ``failed_rank``.
+            SymmplanError: The peer's error, with ``failed_rank``.
         """
         for side in self._sides.values():
             with _store_errors(side.group):

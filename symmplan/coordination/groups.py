@@ -55,7 +55,7 @@ class Group:
 
     @property
     def here(self) -> dict[str, Any]:
-        """What errors say of where they were found: the group, and this rank of it."""
+        """The fields ``group`` and ``rank`` of errors that are found here."""
         return {"group": self.name, "rank": self.rank}
 
     @property
@@ -137,7 +137,7 @@ def resolve_groups(
 
     Args:
         names: As in the plan: torch's group names, or ``"default"`` for the default group.
-        groups: What is meant by a name that torch does not know.
+        groups: ``{name: process group}`` for names that torch does not know.
 
     Returns:
         ``{name: Group}`` in the order of ``names``. Without torch.distributed, groups of one.

@@ -65,7 +65,7 @@ class SessionKeys:
 
     @property
     def prefix(self) -> str:
-        """What keys begin with until `renew`."""
+        """The prefix of keys until `renew`."""
         return f"{self._prefix}/{self._part}"
 
     def renew(self) -> None:
@@ -84,7 +84,7 @@ class SessionKeys:
             post_error(self.group, f"{self._prefix}/error", error)
 
     def failure(self) -> SymmplanError | None:
-        """What a rank left the session with.
+        """The error by which a rank left the session.
 
         Raises:
             RuntimeError: Of the store.
@@ -130,7 +130,7 @@ class Alarm:
                 self._group.store.set(self._key, json.dumps(_as_data(error, self._group.rank)))
 
     def heard(self, patience: float = 0.0) -> SymmplanError | None:
-        """What a peer failed with; None if nobody rang within ``patience`` seconds."""
+        """A peer's error; None if there was no alarm within ``patience`` seconds."""
         deadline = time.monotonic() + patience
         while not self._silent:
             try:
@@ -264,7 +264,7 @@ def _as_data(error: BaseException, rank: int) -> dict[str, Any]:
 
 
 def _from_data(text: bytes, group: Group) -> SymmplanError:
-    """What a peer says is data: only known classes, only plain values."""
+    """The error that a peer posted as plain data; only known classes are made of it."""
     try:
         data = json.loads(text)
         failed = int(data["rank"])

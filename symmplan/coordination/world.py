@@ -38,12 +38,12 @@ class SimulatedCall:
 
 @define(frozen=True, eq=False)
 class Planner:
-    """What plans in a simulated world: a model of FSDP2's, a compile backend, a session, experts.
+    """A planner of a simulated world: an FSDP2 model, a compile backend, a session, experts.
 
     Attributes:
-        plans: Its plans. What was recorded and not yet planned is planned now.
-        end: Gives back what it holds: the world ends.
-        algorithm: How a call that it was told of runs.
+        plans: Returns its plans. A recording without a plan is planned now.
+        end: Frees what it holds, when the world ends.
+        algorithm: The algorithm of a call that it knows.
     """
 
     plans: Callable[[], Sequence[Plan | None]]
@@ -63,14 +63,14 @@ class World:
         choices: Path of a tuning table, None for rules alone.
         ranks_per_host: How many of them are on each host, one behind the other; None if all are.
         ranks_per_domain: How many NVLink joins, those of whole hosts; None if no hosts are joined.
-        planners: Who plans, in the order of their making.
-        calls: ``(who plans it, what that knows it by, the collective)`` of each that ran.
-        buffers: ``(who plans it, what that knows it by, what `seen` gave)`` of what lies in a
-            placement if the plan says so.
-        quiet: Whether what runs now is in `calls`.
+        planners: All that plan, in the order in which they were made.
+        calls: ``(planner, the planner's key of it, the collective)`` of each that ran.
+        buffers: ``(planner, the planner's key of it, result of `seen`)`` of tensors that lie in
+            placements if the plan says so.
+        quiet: Whether the call that runs now is in `calls` already.
         segments: All `symmplan.memory.segment.Segment` that were made.
-        seen: What is known of the storage of a tensor.
-        on_join: Called when somebody plans who did not before.
+        seen: Gives what is known of a tensor's storage.
+        on_join: Called when a new planner joins.
         reads_values: Whether an error says that a tensor has no value.
     """
 

@@ -46,10 +46,10 @@ class Arena:
         rendezvous: How many (segment, group) pairs were rendezvoused.
         frees: Whether a release gives the memory back, on each rank by itself.
         timeout: Seconds that a barrier may take.
-        user: Who plans in it, for people; empty if nobody does.
-        tenants: Who leases it, for people: its user, and who has a part of it.
+        user: What plans in it, for people; empty if nothing does.
+        tenants: What has leased it, for people: its user, and the users of its parts.
         hosts: The arenas whose segments its own are parts of.
-        races: Looks for races; None unless asked for, and possible.
+        races: The race detector; None unless it was asked for and is possible.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Arena:
 
     @property
     def timed(self) -> bool:
-        """Whether others may have its bytes while its program does not run."""
+        """Whether other programs may use its bytes while its own does not run."""
         return any(segment.timed for segment in self.segments.values())
 
     @property
@@ -174,8 +174,8 @@ class Arena:
         """Register segments with further groups: the same ranks over other communicators.
 
         Args:
-            more: ``{segment: {name of a group: process group}}``. What a segment met already costs
-                nothing.
+            more: ``{segment: {name of a group: process group}}``. Groups that a segment has met
+                already cost nothing.
 
         Returns:
             How many rendezvous were made.
@@ -217,7 +217,7 @@ class Arena:
         return len(new)
 
     def release(self) -> None:
-        """Give all segments back. Idempotent.
+        """Release all segments. Idempotent.
 
         Tensors that still view a segment keep its memory alive, but symmplan's ops refuse them.
 
@@ -234,7 +234,7 @@ class Arena:
             host.give_back(self.user)
 
     def elsewhere(self, within: Mapping[str, tuple[Arena, Placement]]) -> Arena:
-        """Memory for the same plan and its groups, of which each segment is a part of another.
+        """Memory for the same plan and groups in which each segment is a part of another one.
 
         Args:
             within: As for `realize`.
@@ -261,14 +261,14 @@ class Arena:
         )
 
     def give_back(self, tenant: str | None = None) -> None:
-        """A tenant uses it no more. Idempotent.
+        """End a tenant's use. Idempotent.
 
-        All work of this rank in the tenant's bytes must be done; who gets them meets the peers
-        first.
+        All work of this rank in the tenant's bytes must be done. The next tenant meets the peers
+        before it uses them.
 
         Args:
-            tenant: Who it is, for people; whoever it was made for by default. The last one's end
-                is the end of the arena.
+            tenant: Its name, for people; by default the one for which the arena was made. The arena
+                is released with its last tenant.
 
         Collective: no.
         """
@@ -312,13 +312,13 @@ def realize(
         groups: ``{name in the plan: process group}`` for names that torch does not know. Groups
             that this rank's plan does not use take part in the agreement all the same.
         timeout: Seconds that each wait for the peers may take, here and in later barriers.
-        temporary: The segments will be released before the process ends, and nothing but
-            collectives of process groups will use them: no peer views, no ``torch.ops.symm_mem``.
-            NCCL's memory is then given back, which else is kept. Equal on all ranks.
+        temporary: The segments will be released before the process ends, and only collectives of
+            process groups will use them: no peer views, no ``torch.ops.symm_mem``. NCCL's memory is
+            freed then; otherwise it is kept. Equal on all ranks.
         debug: Look for races on shared memory: see `RaceError`. Equal on all ranks.
-        user: Who plans in it, for `symmplan.segments`.
-        within: ``{segment: (arena, where in it)}`` of those that get no allocation of their own.
-            Equal on all ranks of the segment.
+        user: The name that `symmplan.segments` shows.
+        within: ``{segment: (arena, placement in it)}`` for segments that get no allocation of their
+            own. Equal on all ranks of the segment.
 
     Raises:
         AgreementError: The ranks' plans differ; raised on every rank of the group.

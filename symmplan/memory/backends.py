@@ -1,4 +1,4 @@
-"""Choose what serves a plan's memory."""
+"""Choose the memory backend of a plan."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ REACHES: tuple[Reach, ...] = get_args(Reach)
 
 @frozen
 class Kind:
-    """What a memory backend can do; what depends on the backend asks this.
+    """Features of a memory backend, for all code that depends on the backend.
 
     Attributes:
-        text: What it is, for people.
+        text: A description, for people.
         devices: Whether its memory is a device's.
         collectives: Whether it runs collectives by itself, see `symmplan.memory.ops`.
         races: Whether races in it can be found, see `symmplan.memory.races`.
@@ -88,7 +88,7 @@ BACKENDS: Mapping[str, Kind] = {
 
 
 class Backend(Protocol):
-    """Where segments come from.
+    """Allocates segments and registers them with groups.
 
     `realize` calls `allocate` once for each segment and then `rendezvous` once for each of its
     groups, in the same order on every rank. A method that
@@ -110,9 +110,9 @@ class Backend(Protocol):
         health: Health,
         part: torch.Tensor | None = None,
     ) -> Allocation:
-        """This rank's bytes of a segment, and what gives them back.
+        """This rank's bytes of a segment, and a function that frees them.
 
-        ``health`` is the arena's; ``part`` are the bytes, where another segment has them.
+        ``health`` is the arena's; ``part`` are the bytes if the segment is a part of another one.
         """
 
     def rendezvous(self, segment: Segment, group: Group, exchange: Exchange) -> None:

@@ -303,7 +303,7 @@ class Meeting(Rendezvous):
     def _wait_long(self, timeout: float) -> None:
         """Give the processor to others, first a little, then more.
 
-        Whatever ends this early (Ctrl-C, too) leaves the peers' accesses in the unknown.
+        If the wait ends early, also by Ctrl-C, the peers' accesses are unknown.
         """
         began = time.monotonic()
         next_look = began + _LIVENESS_PERIOD

@@ -1,4 +1,4 @@
-"""What a device has, by its driver and by torch's caching allocator."""
+"""Bytes of a device, by its driver and by torch's caching allocator."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class DeviceMemory:
     """Bytes of a device at a moment.
 
     Attributes:
-        free: What the driver has free.
-        reserved: What torch's allocator has of the driver, in use or cached.
+        free: Free bytes, by the driver.
+        reserved: Bytes that torch's allocator has from the driver, in use or cached.
         most_reserved: The most that it had so far.
-        allocated: What tensors have of that.
+        allocated: Bytes of these that tensors have.
         most_allocated: The most that they had so far.
     """
 
@@ -32,7 +32,7 @@ class DeviceMemory:
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """What a device has now; None where torch has no allocator that caches. Collective: no."""
+    """The bytes of a device now; None if torch has no caching allocator. Collective: no."""
     if device.type != "cuda":
         return None
     import torch
@@ -49,7 +49,7 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give the driver back what torch's allocator has cached. Collective: no."""
+    """Return the bytes that torch's allocator has cached to the driver. Collective: no."""
     if device.type == "cuda":
         import torch
 

@@ -1,4 +1,4 @@
-"""`symmplan.segments`: what this process holds of symmetric memory, and for whom."""
+"""`symmplan.segments`: the symmetric memory of this process, and its users."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ class HeldSegment:
     """A segment that this process holds.
 
     Attributes:
-        name: Its name in its plan, and behind a dot which of this process's arenas it is in: no
-            two are the same.
+        name: Unique: its name in its plan, a dot, and the number of its arena in this process.
         nbytes: Size in bytes, on this rank.
         memory: Name of the memory backend.
         groups: Names of the groups that it met, copy engines' communicators included.
-        users: Who plans in it, sorted: ``"compiled graphs"``, ``"pinned inputs"`` of those,
-            ``"eager session"``, ``"recording"``, ``"FSDP2"``, ``"expert parallel"``,
-            ``"measurement"``, or what `symmplan.memory.realize` was told. Empty if it is kept for
-            the next one that fits.
+        users: The users that plan in it, sorted: ``"compiled graphs"``, ``"pinned inputs"`` of
+            those, ``"eager session"``, ``"recording"``, ``"FSDP2"``, ``"expert parallel"``,
+            ``"measurement"``, or what `symmplan.memory.realize` was told. Empty if it is in the
+            segment cache.
     """
 
     name: str

@@ -89,7 +89,7 @@ class Touch:
     record: AccessRecord
 
     def begin(self) -> None:
-        """What this rank does by itself may race with it, too, from now on."""
+        """Count this rank's own accesses as concurrent with it from now on."""
         self.segment.open[self.record.number] = self.record
 
     def end(self) -> None:
@@ -191,13 +191,13 @@ class RaceDetector:
         return segment
 
     def follow(self, placements: Mapping[str, Placement]) -> None:
-        """What lies where from now on."""
+        """Set the placements that count from now on."""
         for segment in self.segments:
             named = ((p, name) for name, p in placements.items() if p.segment == segment.name)
             segment.placements = [(p.offset, p.end, name) for p, name in named]
 
     def begin(self) -> None:
-        """All segments are there: accesses count from now on."""
+        """Begin to count accesses: all segments exist."""
         PROCESS.detectors.append(self)
 
     def end(self) -> None:
@@ -231,7 +231,7 @@ class RaceDetector:
         return int(self._clock[rank])
 
     def fence(self) -> None:
-        """What was written before is seen by all before what is read behind it."""
+        """Order writes before this call before reads after it, for all ranks."""
         with self._lock:  # taking a lock is a full barrier of memory
             pass
 
@@ -242,7 +242,7 @@ class RaceDetector:
         self._clock[self.rank] += 1
 
     def join(self, log: RaceLog, key: int, number: int) -> None:
-        """What a peer did until that meeting precedes what this rank does now."""
+        """Join a peer's clock: its accesses until that meeting precede this rank's next ones."""
         found = log.published(key, number)
         # Too long ago: at most what it did since is taken for ordered, too.
         np.maximum(self._clock, log.clock if found is None else found, out=self._clock)

@@ -90,7 +90,7 @@ class Rendezvous:
         """Make the peers' `enter` fail, because this rank's call is wrong. Does not wait."""
 
     def free_words(self) -> list[list[int]]:
-        """What every rank gave as ``free`` in the last `enter`."""
+        """The words that every rank passed as ``free`` in the last `enter`."""
         return [self._given]
 
     def leave(self) -> None:
@@ -101,9 +101,9 @@ class Rendezvous:
         """Say how far this rank's program is, in four numbers, where peers see it at no cost."""
 
     def told(self) -> list[tuple[int, ...]]:
-        """What each rank said last, each number at least as new as those behind it.
+        """The numbers that each rank told last. Each is at least as new as those after it.
 
-        Empty if ranks cannot say so here; zeros of a rank that cannot be seen.
+        Empty if ranks cannot tell here; zeros for a rank on another host.
         """
         return []
 
@@ -122,7 +122,7 @@ class Rendezvous:
         self._peers = ()
 
     def forked(self) -> None:
-        """Called in a forked child: it takes no part in what the rank does with its peers."""
+        """Called in a forked child, which takes no part in what the rank does with its peers."""
 
 
 class Segment:
@@ -413,7 +413,7 @@ class PlacedTensor:
 
 
 def handle(tensor: torch.Tensor, group: str | Any | None = None) -> PlacedTensor:
-    """What authors of one-sided ops need to know of a tensor: its segment, offset and peers.
+    """A placed tensor with its segment, offset and peers, for authors of one-sided ops.
 
     Args:
         tensor: Any tensor whose bytes lie in a segment of a live arena.

@@ -1,7 +1,8 @@
 """CPU ranks of one host: each rank's bytes are a shared file that all peers map.
 
-A rank's file holds the segment, then (from the next page) the control area. Whoever opens it is
-the same user on the same host, and checks what was opened: see `symmplan.memory.shm_file`.
+A rank's file holds the segment, then (from the next page) the control area. Only processes of the
+same user on the same host can open it, and they check what they opened: see
+`symmplan.memory.shm_file`.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class _Own:
 
 @frozen
 class _Offer:
-    """What a rank tells its peers of a segment."""
+    """A rank's note to its peers about a segment."""
 
     file: SharedFile
     process: ProcessIdentity

@@ -90,10 +90,10 @@ def capture_of(stream: torch.cuda.Stream | None = None) -> int:
 
 
 def mark(done: Any, stream: torch.cuda.Stream | None = None) -> Mark:
-    """What was just queued on a stream, the current one by default, and the capture it belongs to.
+    """A mark behind the work that was just queued on a stream, with the capture it belongs to.
 
     Args:
-        done: An event behind it, or the work of a collective.
+        done: An event after it, or the work of a collective.
         stream: Which.
     """
     return capture_of(stream), done

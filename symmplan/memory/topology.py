@@ -76,7 +76,7 @@ class Topology:
 
     @property
     def reach(self) -> Reach:
-        """What a backend's memory must span to serve it."""
+        """How far a backend's memory must reach to serve the group."""
         if self.ranks == 1:
             return "process"
         if not self.peer_access:
@@ -176,7 +176,7 @@ def survey(groups: Mapping[str, Any], device: torch.device, timeout: float) -> d
 
 
 def simulated(group: Any, device: str = "cpu") -> Topology:
-    """What a process group of the simulated world is.
+    """The topology of a process group of the simulated world.
 
     Args:
         group: The group, None for one of this process alone.
@@ -200,7 +200,7 @@ def simulated(group: Any, device: str = "cpu") -> Topology:
 
 
 def known(groups: Mapping[str, Any], device: torch.device) -> dict[str, Topology]:
-    """What `survey` found before of some groups; nothing of the others.
+    """The topologies of those groups that `survey` has found before.
 
     Collective: no.
     """
@@ -236,7 +236,7 @@ def served(
 
 
 def facts_of(device: torch.device) -> dict[str, Any]:
-    """What this rank says of itself, as plain data."""
+    """The facts of this rank, as plain data."""
     facts: dict[str, Any] = {"host": host(), "device": device.type}
     if device.type != "cuda":
         return facts

@@ -32,7 +32,7 @@ class Algorithm:
             ``"pipelined"``: of compiled graphs, in parts beside the products that need its result
             or make its input; see `symmplan.integrate.compile.pipelining`.
         reason: Why it stays in ordinary memory.
-        fastest: Whether it does because nothing was measured to be faster.
+        fastest: Whether it stays there because no algorithm was measured to be faster.
     """
 
     name: AlgorithmName

@@ -1,11 +1,11 @@
-"""What would save bytes, found by planning again with it applied.
+"""Changes that would save bytes, found by planning the changed problem.
 
 [Note: advice]
     Each trial changes one thing in the problem (an ordering, an alignment, a flag) and plans it
-    again; what lowers the peak becomes advice with the bytes that the new plan needs less. Changes
-    that the lower bound rules out are not tried: as long as the buffers that prove the bound are
-    the same and as large, nothing is saved. The number of trials falls with the size of the
-    problem, so advice takes a bounded amount of work.
+    again; a change that lowers the peak becomes advice, with the bytes that it saves. Changes that
+    the lower bound rules out are not tried: as long as the buffers that prove the bound stay the
+    same size, nothing is saved. The number of trials falls with the size of the problem, so advice
+    takes a bounded amount of work.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Advice:
             ``"alignment"``, ``"persistent"``, ``"apart"``, ``"together"``, ``"signal_pad"``,
             ``"pin"``, ``"total"`` (all that save something, together), ``"unsharded_modules"``
             (of `symmplan.fsdp.apply`), or ``"peak"`` (which buffers make it).
-        saves: Bytes by which `Plan.peak_bytes` falls when it is followed; 0 for what is only
-            good to know.
+        saves: Bytes by which `Plan.peak_bytes` falls if the advice is followed; 0 for information
+            only.
         text: One sentence for people.
         buffers: Names of the buffers concerned.
         edges: Orderings to add, as (earlier, later) operation names.
@@ -61,7 +61,7 @@ class Advice:
 
 
 def advise(plan: Plan) -> tuple[Advice, ...]:
-    """What would save bytes, largest saving first, then what is good to know."""
+    """Changes that would save bytes, the largest saving first, then information."""
     from symmplan.planner.plan import plan as replan
 
     trials = max(4, min(_MAX_TRIALS, _WORK // max(1, len(plan.problem.buffers))))

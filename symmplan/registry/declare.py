@@ -59,8 +59,8 @@ def register_symm_mem_args(
 ) -> None:
     """Declare which arguments and results of an op must lie in symmetric memory.
 
-    For an op that is defined elsewhere. Where you define it yourself, write the decorator
-    `symm_args` above it, which takes the same arguments.
+    Use this for an op that is defined elsewhere. For an op of your own use the decorator
+    `symm_args`, which takes the same arguments.
 
     A name without overload, or a packet, declares every overload that the declaration fits.
     Repeating a declaration is fine; changing one is an error.
@@ -81,16 +81,16 @@ def register_symm_mem_args(
             session the session's.
         align: Alignment in bytes of the placements, a power of two.
         signal_pad: Whether the op uses the signal pad of the segments that hold these tensors.
-        handshake: Whether the op touches no symmetric byte, also none of this rank's own, before
-            every rank of the group has started it. Unless it does, the plan puts a barrier in
-            front of it where others may still be at the bytes.
-        release: Whether the op ends, on any rank, only after all ranks' accesses for it are over.
-            Unless it does, the plan puts a barrier behind it, before the bytes are used again.
-            Either of the two also says that the ranks meet in the op: what a rank did before it
-            started is over when another ends. What is declared is believed: if it is false, a rank
-            reads bytes that are not written yet or overwrites what a peer still reads, and nothing
-            but wrong numbers tells. `symmplan.testing.check_declaration` finds it, and so does
-            ``debug=True`` on CPU ranks.
+        handshake: Whether the op touches no symmetric byte, not even of its own rank, before every
+            rank of the group has started it. If it may, the plan puts a barrier before it wherever
+            peers may still use the bytes.
+        release: Whether the op ends on a rank only after all ranks' accesses for it are over. If it
+            may end earlier, the plan puts a barrier after it, before the bytes are used again. Each
+            of these two facts also says that the ranks synchronize in the op: everything before a
+            rank's start is over at every rank's end. symmplan relies on these facts. If one is
+            false, a rank may read bytes that are not written yet, or overwrite bytes that a peer
+            still reads, and only wrong numbers show it. `symmplan.testing.check_declaration` finds
+            false facts, and so does ``debug=True`` on CPU ranks.
         asynchronous: Whether the op only starts the work and ``wait_tensor`` of its result ends it.
         out: Qualified name of the variant that writes the results into given tensors, if any.
 

@@ -47,7 +47,7 @@ class Lowering:
         inplace: The target works in place: the input is copied into ``out`` first.
         each: The op takes lists; the target runs once for each element.
         one_sided: The target is one of `symmplan.memory.ops`: it meets on entry, releases on exit
-            and is over when it returns. Else it is a collective of the process group.
+            and is over when it returns. Otherwise it is a collective of the process group.
         equal: It has parts for each rank, and takes them only if all are of one size.
         why_not: Reason given for the declared tensors that are not needed.
         engine: Which of the communicators for copy engines can run it, see
@@ -170,11 +170,11 @@ _NO_ALGORITHM = "no form of this op writes into given memory on this backend"
 
 @frozen(eq=False)
 class Lowerings:
-    """What capture and the rewriter ask about an op, for one memory backend.
+    """The forms of ops on one memory backend, for capture and the rewriter.
 
     Attributes:
         memory: Name of the memory backend.
-        collectives: Whose collectives run: ``"auto"`` for the memory backend's own where it has
+        collectives: The collectives that run: ``"auto"`` for the memory backend's own if it has
             any, ``"process group"`` for the process group's.
     """
 
@@ -207,7 +207,7 @@ class Lowerings:
         return "declared"
 
     def lookup(self, op: Any) -> OpSpec | None:
-        """What is declared of an op, as it holds for the algorithm by which it runs."""
+        """The declaration of an op, as it holds for the algorithm by which the op runs."""
         spec = spec_for(op)
         if spec is None:
             return None

@@ -43,14 +43,14 @@ FIX = "see why memory cannot be had or shared there; symmplan doctor shows what 
 
 @frozen
 class Refusal:
-    """Why a program runs in torch's own way. Ranks tell each other, as plain data.
+    """Why a program runs in torch's own way, as plain data that ranks exchange.
 
     Attributes:
         what: Which rank failed, with what.
         fix: What would help.
-        fatal: Whether nothing makes up for it: it is no want of memory, and is raised.
-        heard: Whether a rank failed only because a peer did, which knows more.
-        first: Whether this rank is the one to say so.
+        fatal: Whether the error is raised, because it is no lack of memory.
+        heard: Whether the rank failed only because a peer did.
+        first: Whether this rank is the one that warns.
     """
 
     what: str
@@ -66,7 +66,7 @@ class Refusal:
 
     @staticmethod
     def read(data: Any) -> Refusal | None:
-        """What a rank said: the fields, or None.
+        """Read what a rank posted: the fields, or None.
 
         Raises:
             TypeError, KeyError: It is neither.
@@ -87,7 +87,7 @@ def attempt(
     """Make something on all ranks, or on none. See [Note: together or not at all].
 
     Args:
-        make: Makes it. What it has made when it raises, it has given back.
+        make: Makes it. If it raises, it has freed what it made.
         groups: ``{name: process group}`` of all who take part.
         timeout: Seconds that ranks wait for each other.
         undo: Gives it back.
@@ -96,7 +96,7 @@ def attempt(
         What was made, or why it cannot be.
 
     Raises:
-        SymmplanError: As ``make``, where that is no want of memory.
+        SymmplanError: ``make`` raised it, and it is no lack of memory.
 
     Collective: yes, over those groups.
     """
@@ -138,7 +138,7 @@ def attempt(
 
 
 def spread(exchange: Exchange, mine: Refusal | None) -> Refusal | None:
-    """Who failed with what; those that meet through others hear it in a later round.
+    """The gravest failure of any rank; ranks that meet through others hear it in a later round.
 
     Args:
         exchange: Of all who take part.

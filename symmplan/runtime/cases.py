@@ -27,25 +27,25 @@ _ALIGN = 256
 
 @frozen(kw_only=True)
 class Case:
-    """What is measured once: two collectives with the same case take about the same time.
+    """A kind of collective that is measured once: its collectives take about the same time.
 
-    Each integration says how it runs its own: `sizes` and `acts`.
+    Each integration defines `sizes` and `acts` for its own collectives.
 
     Attributes:
         op: As in `Choice`.
-        memory: Name of the memory backend; empty for what is only ever run in torch's own way.
+        memory: Name of the memory backend; empty if it only ever runs in torch's own way.
         group: Name of the process group.
-        ranks: How many ranks that has.
+        ranks: How many ranks the group has.
         dtype: Element type.
         numels: Elements of each of its tensors that decide how large it is, as in `Choice`.
         algorithms: The algorithms that it has besides torch's own.
         copied_in: Whether its inputs must be copied into placements.
         copied_out: Whether its results must be copied out of them.
-        alone: Whether nothing computes meanwhile.
-        beside: Floating-point operations of the matrix products that do; None if not known.
-        concurrent: Another group's collective that runs meanwhile; see [Note: concurrent
+        alone: Whether nothing computes at the same time.
+        beside: Floating-point operations of the matrix products beside it; None if not known.
+        concurrent: Another group's collective that runs at the same time; see [Note: concurrent
             collectives] in `symmplan.runtime.concurrent`.
-        often: How often that runs for each of this.
+        often: How often that one runs for each of this case.
         engine: Which of the communicators for copy engines its own op can run over; empty if none.
     """
 
@@ -66,7 +66,7 @@ class Case:
 
     @property
     def key(self) -> list[Any]:
-        """What must be the same on all ranks; the names of groups may differ."""
+        """The facts that must be equal on all ranks; names of groups may differ."""
         return [
             *(self.op, self.memory, self.dtype, list(self.numels)),
             *(self.copied_in, self.copied_out, self.alone),
@@ -90,7 +90,7 @@ class Case:
 
     @property
     def unmeasured(self) -> Choice:
-        """What is known before it is measured."""
+        """The choice before it is measured."""
         return Choice(
             op=self.op,
             nbytes=self.nbytes,
@@ -105,7 +105,7 @@ class Case:
         )
 
     def part(self, largest: int) -> Self:
-        """The same, made smaller where its inputs or its results are more than so many bytes."""
+        """The same case with tensors cut to so many bytes of inputs or results at most."""
         factor = largest / max(*self.sizes(), 1)
         if factor >= 1:
             return self
@@ -114,7 +114,7 @@ class Case:
         return evolve(self, numels=tuple(parts))
 
     def times(self, part: Case) -> float:
-        """How many times larger it is than a part of it."""
+        """How many times larger the case is than a part of it."""
         return max(1.0, sum(self.numels) / max(sum(part.numels), 1))
 
     def sizes(self) -> tuple[int, int]:
@@ -127,7 +127,7 @@ class Case:
         places: Sequence[torch.Tensor],
         engines: Engines | None,
     ) -> Mapping[str, Act]:
-        """What runs it by each algorithm, torch's own first; starts nothing that waits for peers.
+        """Functions that run it, by algorithm, torch's own first. Making them waits for no peer.
 
         Args:
             plain: Ordinary bytes, for inputs and for results.
@@ -138,12 +138,12 @@ class Case:
 
 
 def aligned(numels: Sequence[int], itemsize: int) -> int:
-    """Bytes of tensors that lie one behind the other."""
+    """Bytes of tensors that lie one after the other."""
     return sum(math.ceil(n * itemsize / _ALIGN) * _ALIGN for n in numels)
 
 
 def cut(flat: torch.Tensor, numels: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Such tensors in bytes."""
+    """Views of such tensors in some bytes."""
     pieces, begin = [], 0
     for numel in numels:
         pieces.append(flat[begin : begin + numel * dtype.itemsize].view(dtype))

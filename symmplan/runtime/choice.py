@@ -43,27 +43,27 @@ MEETING = 10e-6
 
 @frozen
 class Choice:
-    """What was measured of one kind and size of collective.
+    """The measured times of one kind and size of collective, and its algorithm.
 
     Attributes:
         op: The collective: an op's qualified name, or ``"all_gather"`` or ``"reduce_scatter"`` of
             FSDP2.
-        nbytes: Bytes of its inputs on one rank; of FSDP2's, of the all-gather's output or the
+        nbytes: Bytes of its inputs on one rank; for FSDP2, of the all-gather's output or the
             reduce-scatter's input.
         dtype: Element type.
         group: Name of the process group.
         ranks: How many ranks it has.
-        seconds: ``{algorithm: time of the slowest rank}``, copies included. What is large was
-            measured on a part, and this is scaled.
+        seconds: ``{algorithm: time of the slowest rank}``, copies included. Large collectives are
+            measured on a part, and the times are scaled.
         algorithm: The algorithm that was chosen: ``"ordinary"``, ``"symmetric"``,
             ``"copy engine"``, ``"push"``, ``"two-level"`` or ``"pipelined"``.
         copied_in: Whether its inputs must be copied into placements.
         copied_out: Whether its results must be copied out of them.
         beside: Floating-point operations of the matrix products that a graph runs beside it, the
             next power of two; 0 if it has none there or if they are not known.
-        concurrent: The collective of another group beside which it was measured, and how that ran;
-            empty if it has none. The seconds are until both are done.
-        ruled: Why it was not measured, and its algorithm is by rule; empty if it was.
+        concurrent: The collective of another group beside which it was measured, and that
+            collective's algorithm; empty if there is none. The seconds last until both have ended.
+        ruled: Why its algorithm follows a rule; empty if it was measured.
     """
 
     op: str
@@ -105,7 +105,7 @@ class Choice:
 
 
 def fastest(seconds: Mapping[str, float], *, kernels: bool, beside: bool) -> AlgorithmName:
-    """The algorithm that is chosen: of those that are about as fast, the one that costs least else.
+    """The algorithm to choose: among the fastest, the one that otherwise costs least.
 
     Args:
         seconds: ``{algorithm: time}``. Where ``kernels``, algorithms in symmetric memory are

@@ -59,9 +59,9 @@ class Chosen(Generic[_Call]):
 
     Attributes:
         algorithms: How each runs.
-        engines: The communicators of those whose own op copy engines run, by name.
-        of: What was measured of each.
-        cases: What each is to the measurement.
+        engines: The communicators of those collectives whose own op runs on copy engines, by name.
+        of: The measured choice of each.
+        cases: The case of each, for the measurement.
     """
 
     algorithms: Mapping[_Call, Algorithm] = field(factory=dict)
@@ -71,7 +71,7 @@ class Chosen(Generic[_Call]):
 
     @property
     def ordinary(self) -> dict[_Call, str]:
-        """Why those stay in ordinary memory that do."""
+        """The reason for each collective that stays in ordinary memory."""
         return {
             call: algorithm.reason
             for call, algorithm in self.algorithms.items()
@@ -80,23 +80,23 @@ class Chosen(Generic[_Call]):
 
     @property
     def slower(self) -> frozenset[_Call]:
-        """Those that symmetric memory was measured not to make faster."""
+        """The collectives that symmetric memory does not make faster, as measured."""
         return frozenset(c for c, algorithm in self.algorithms.items() if algorithm.fastest)
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """What was measured, in the order of the program."""
+        """The measured choices, in the order of the program."""
         return tuple(dict.fromkeys(self.of.values()))
 
     def placed(self, call: _Call) -> AlgorithmName:
-        """How one runs that has placements."""
+        """The algorithm of a collective that has placements."""
         if call in self.engines:
             return "copy engine"
         found = self.algorithms.get(call)
         return "symmetric" if found is None or found.name != "two-level" else "two-level"
 
     def algorithm(self, call: _Call, demoted: Mapping[Any, AlgorithmName]) -> Algorithm:
-        """How one runs where those of some cases were demoted."""
+        """The algorithm of a collective after some cases were demoted."""
         instead = demoted.get(self.cases.get(call))
         if instead is None:
             return self.algorithms[call]
@@ -116,10 +116,10 @@ def choose_algorithms(
     """Decide how the collectives of a program run.
 
     Args:
-        cases: Those that can run by more than one algorithm, in the order of the program.
-        left_out: Those that stay in ordinary memory whatever is measured, and why.
+        cases: The collectives with more than one algorithm, in the order of the program.
+        left_out: The collectives that stay in ordinary memory whatever is measured, and why.
         device: Where their tensors lie.
-        preparation: Of the program; has the reason where nothing can be measured on some rank.
+        preparation: The program's preparation. It has the reason if some rank cannot measure.
         memory: Name of the memory backend, if not the one that was last agreed on.
         gather: Waits until all ranks of the groups it is given have come to measure.
         planned: ``{name: process group}`` of those over which the plan is agreed, whatever is
@@ -178,27 +178,27 @@ def choose_algorithms(
 
 
 def _ruled(table: Table | None, case: Case, memory: str) -> Algorithm:
-    """As a table says, or the rules where it says nothing."""
+    """The algorithm by a table, or by the rules if no row fits."""
     pushes = "push" in case.algorithms
     name, why = ruled(table, case.op, case.ranks, case.nbytes, memory, pushes=pushes)
     return Algorithm(name, why) if name == "ordinary" else _nearest(name, case)
 
 
 def _nearest(algorithm: str, case: Case) -> Algorithm:
-    """What comes nearest to an algorithm of those that a collective has."""
+    """The algorithm of a collective that comes nearest to a given one."""
     found = next((w for w in _INSTEAD[algorithm] if w in case.algorithms), None)
     return Algorithm("ordinary", SPLIT_WORDS) if found is None else Algorithm(found)
 
 
 def _with_concurrent(cases: Iterable[Case]) -> list[Case]:
-    """The same, each followed by what is concurrent."""
+    """The same cases, each followed by its concurrent collectives."""
     return [c for case in cases for c in (case, case.concurrent) if c is not None]
 
 
 def _unmeasured(
     cases: Iterable[Case], groups: Mapping[str, Any]
 ) -> tuple[list[Case], dict[Case, Case]]:
-    """What is to be timed, and all kinds of the program with the most that is beside one."""
+    """The cases to be timed, and all kinds of the program, each with most products beside it."""
     most: dict[Case, Case] = {}
     cases = list(cases)
     # What has concurrent collectives is first measured without.
@@ -219,7 +219,7 @@ def _learn(
     memory: str,
     gather: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Measure what is new, and meet the copy engines of groups that were not asked for theirs.
+    """Measure new cases, and set up copy engines for groups that have not been asked for them.
 
     Where nothing is new nobody is waited for: ranks that compile other collectives than their peers
     have something new, or another plan. Of several groups each measures by itself, so then all that
@@ -257,7 +257,7 @@ def _learn(
 
 
 def _unmeasurable(case: Case) -> Choice:
-    """The choice by rule, where some rank has no room to measure."""
+    """The choices by rule, if some rank has no room to measure."""
     algorithm = _ruled(None, case, case.memory)
     why = f"there was no room to measure it, and {algorithm.reason or 'by rule it gains'}"
     return evolve(case.unmeasured, algorithm=algorithm.name, ruled=why)

@@ -106,7 +106,7 @@ class Clock:
 
     @contextlib.contextmanager
     def together(self, groups: Mapping[str, Any]) -> Iterator[None]:
-        """What is timed inside ends on all ranks, or fails on all of them.
+        """Collectives that are timed inside end on all ranks, or fail on all of them.
 
         See [Note: a rank that fails meanwhile].
 
@@ -158,7 +158,7 @@ class Clock:
         group: Any,  # noqa: ARG002
         concurrent: Act | None = None,
     ) -> float:
-        """Seconds until all is done: ``act`` so often, with what is concurrent, and the products.
+        """Seconds until ``act``, so often, the concurrent collectives and the products are done.
 
         Collective: yes, over ``group`` and the groups of what is concurrent; ``times`` must be the
         same on all ranks.
@@ -197,7 +197,7 @@ class Clock:
         return future.result()
 
     def _waits(self, deadline: float) -> None:
-        """Raise if there is no more use in it."""
+        """Raise if the wait is in vain."""
         self._look()
         if time.monotonic() > deadline:
             raise PeerTimeoutError(
@@ -224,7 +224,7 @@ class _DeviceClock(Clock):
         self._one = self.product()
 
     def _begin(self) -> None:
-        """The host waits for nobody while it queues collectives."""
+        """The host does not wait while it queues collectives."""
 
     def span(
         self,
@@ -274,7 +274,7 @@ class _DeviceClock(Clock):
 
 
 def clock_of(device: torch.device, timeout: float) -> Clock:
-    """What times collectives on ``device``; a span may take ``timeout`` seconds there."""
+    """A clock for collectives on ``device``; a span may take ``timeout`` seconds there."""
     return (_DeviceClock if device.type == "cuda" else Clock)(device, timeout)
 
 
@@ -284,7 +284,7 @@ def clock_bytes(device: torch.device) -> int:
 
 
 def at_once(act: Callable[[], Any]) -> Act:
-    """What runs a collective that is waited for at once, on its stream."""
+    """A function that runs a collective on its stream and waits for it at once."""
 
     def run(beside: Callable[[], None]) -> None:
         act()
@@ -308,14 +308,15 @@ def seconds_of(
 
     Args:
         clock: Of the device.
-        acts: ``{algorithm: what runs it}``; the first is torch's own way.
+        acts: ``{algorithm: function that runs it}``; the first is torch's own way.
         group: The process group.
         nbytes: Size of the collective; equal on all ranks.
         beside: Floating-point operations of matrix products that run at the same time; None if
             that is not known.
-        enough: A collective of fewer bytes is repeated until it comes to as many, but not too
+        enough: A collective of fewer bytes is repeated until the sum reaches this, but not too
             often.
-        concurrent: What else runs meanwhile; the seconds are until that is done, too.
+        concurrent: The collectives that run at the same time; the seconds last until these have
+            ended, too.
 
     Collective: yes, over ``group`` and the groups of what is concurrent.
     """
@@ -345,7 +346,7 @@ def _nothing() -> None:
 
 @own_work
 def _run(work: _Work) -> None:
-    """What a clock's thread does."""
+    """The loop of a clock's thread."""
     while (given := work.get()) is not None:
         future, act = given
         try:

@@ -35,7 +35,7 @@ __all__ = ["NCCL", "Abilities", "Support", "algorithms_of", "by_collective", "do
 
 @frozen(kw_only=True)
 class Abilities:
-    """What NCCL can do with one collective in symmetric memory.
+    """NCCL's features for one collective in symmetric memory.
 
     Attributes:
         kernels: The first version with symmetric kernels for it; empty if there is none.
@@ -125,8 +125,8 @@ class Support:
 
     Attributes:
         collective: In the words of the catalogue.
-        algorithms: The algorithms that are open, torch's own first. On devices they are measured
-            against each other, elsewhere the second is taken.
+        algorithms: The algorithms that can run, torch's own first. On devices they are measured
+            against each other; elsewhere the second is taken.
         why: Why the others are not.
     """
 
@@ -173,7 +173,7 @@ def verdicts(topology: Topology, memory: str) -> list[Support]:
 def by_collective() -> list[dict[str, Any]]:
     """For each collective the ops that run it, and what becomes of them, as plain data.
 
-    Of the catalogue, whatever torch this is: an op may be newer than it.
+    It lists the whole catalogue, including ops that this torch does not have.
     """
     rows = (*COLLECTIVES, *SYMM_MEM)
     return [
@@ -198,7 +198,7 @@ def _served(row: CatalogueRow) -> dict[str, Any]:
 
 
 def _run_as(row: CatalogueRow, memory: str) -> str:
-    """What runs instead of an op on a memory backend, for people."""
+    """The op that runs in place of another on a memory backend, for people."""
     if row.op in FUNCTIONAL:
         return f"as {FUNCTIONAL[row.op]}"
     if row.namespace == "_c10d_functional_autograd":

@@ -44,7 +44,7 @@ def concurrent_with(
     groups: Mapping[fx.Node, str],
     kinds: Mapping[fx.Node, tuple[Hashable, int]],
 ) -> dict[fx.Node, tuple[fx.Node, float]]:
-    """What may run while each collective does, by the happens-before order of the program.
+    """The collectives that may run beside each one, by the program's happens-before order.
 
     Args:
         captured: The program.
@@ -52,8 +52,8 @@ def concurrent_with(
         kinds: Of each what tells its kind from others, and its bytes.
 
     Returns:
-        ``{collective: (another group's, how many of that kind for each of this)}`` of those that
-        have concurrent collectives.
+        ``{collective: (another group's, how many of that kind for each of this)}``, for collectives
+        that have any.
     """
     if len({*groups.values()}) < 2:
         return {}
@@ -81,11 +81,11 @@ def concurrent_with(
 def concurrent_heard(
     calls: Sequence[tuple[Hashable, Hashable]], heard: Sequence[tuple[int, Hashable, int]]
 ) -> dict[Hashable, tuple[Hashable, float]]:
-    """What may run beside each kind of call, by the order in which all were issued.
+    """The collectives that may run beside each kind of call, by the order of issue.
 
-    Each stream runs its calls one after the other, while the program runs ahead or behind by one:
-    a call may run until the next of its stream is issued, and from the one before on, as a gather
-    is issued behind the products beside which the device runs it.
+    Each stream runs its calls one after the other, and the program may be ahead or behind by one
+    call. So a call may run from the issue of its predecessor on the stream until the issue of its
+    successor: a gather, for example, is issued after the products beside which the device runs it.
 
     Args:
         calls: The stream and the kind of each, in order.
@@ -117,7 +117,7 @@ def concurrent_heard(
 
 
 def _unordered(captured: Captured, nodes: list[fx.Node]) -> NDArray[np.bool_]:
-    """For each two calls whether neither is over before the other begins."""
+    """For each pair of calls, whether neither ends before the other begins."""
     problem = captured.problem
     order = order_of(problem)
     launches = {s.node: name for name, s in captured.steps.items() if s.kind == "launch"}

@@ -157,7 +157,7 @@ def register_known(arena: Arena) -> int:
 
 
 def require(groups: Iterable[str], engines: Mapping[str, Engines], memory: str) -> None:
-    """With ``choose="copy engine"`` what was asked for must be what runs.
+    """Refuse ``choose="copy engine"`` for a group without copy engines.
 
     Raises:
         BackendError: A group has no copy engines. Shared memory has no kernels to avoid.

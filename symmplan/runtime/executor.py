@@ -45,20 +45,20 @@ class Executor:
         nbytes: int,  # noqa: ARG002
         group: str,  # noqa: ARG002
     ) -> AbstractContextManager[None]:
-        """A collective runs inside that the plan knows by ``known_by``."""
+        """Context in which a collective runs that the plan knows by ``known_by``."""
         return contextlib.nullcontext()
 
     def buffer(self, known_by: Any, tensor: torch.Tensor) -> None:
-        """``tensor`` lies in a placement if the plan says that of ``known_by``."""
+        """Note that ``tensor`` lies in a placement if the plan says so of ``known_by``."""
 
     def lease_out(
         self, base: torch.Tensor, on_drop: Callable[[], None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same bytes, which report their end; and what may be kept of them meanwhile."""
+        """The same bytes as a storage that reports its end, and what to keep of it meanwhile."""
         return lease_out(base, on_drop), base
 
     def leased(self, kept: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:
-        """What a collective gets for ``buffer``; None if that is not what was leased."""
+        """The lease of ``buffer`` that a collective uses; None if it was not leased."""
         return kept if kept.data_ptr() == buffer.data_ptr() else None
 
 
@@ -103,12 +103,12 @@ def executor(
     end: Callable[[], None],
     algorithm: Callable[[Any], AlgorithmName] = lambda _: "ordinary",
 ) -> Executor:
-    """Who runs what an integration plans here.
+    """The executor of an integration in this process.
 
     Args:
-        plans: What it has planned. What was recorded and not yet planned is planned now.
-        end: Gives back what it holds.
-        algorithm: How a call runs of which it knows.
+        plans: Returns its plans. A recording without a plan is planned now.
+        end: Frees what it holds.
+        algorithm: The algorithm of a call that it knows.
     """
     world = current()
     return Executor() if world is None else _Nothing(world, Planner(plans, end, algorithm))

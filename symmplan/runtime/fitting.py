@@ -36,14 +36,14 @@ __all__ = ["Fitting"]
 
 
 class Fitting:
-    """A program that is captured until it is placed as it can be.
+    """A program that is captured again until its placements fit.
 
     Args:
         capture: Captures it without some calls, ``refused={call: reason}``.
-        lowerings: How each op runs on the memory backend.
+        lowerings: The forms of ops on the memory backend.
         device: Where its tensors lie.
-        preparation: What its ranks agree on.
-        refused: The calls that stay in ordinary memory whatever else is.
+        preparation: The preparation of its memory.
+        refused: The calls that stay in ordinary memory in any case.
 
     Attributes:
         chosen: How its collectives run.
@@ -67,12 +67,12 @@ class Fitting:
 
     @cached_property
     def whole(self) -> Captured:
-        """The program with all in placements that can be."""
+        """The program with every possible tensor in a placement."""
         return self._captured(self._refused)
 
     @property
     def placed(self) -> list[fx.Node]:
-        """The calls of which some tensor is placed, but for the budget."""
+        """The calls with a placed tensor, before the budget."""
         left = self._left_out
         sites = (s for s in self.whole.sites if s.buffer is not None)
         return [node for node in dict.fromkeys(s.node for s in sites) if node not in left]
@@ -85,7 +85,7 @@ class Fitting:
         return self.chosen.ordinary
 
     def choose(self, gather: Callable[[Mapping[str, Any]], None] = lambda _: None) -> None:
-        """Decide how its collectives run; not where nothing is placed.
+        """Decide how its collectives run, if anything is placed.
 
         Args:
             gather: As for `choose_algorithms`.
@@ -93,8 +93,7 @@ class Fitting:
         Raises:
             AgreementError, BackendError: As `choose_algorithms`.
 
-        Collective: yes, over the groups that were not asked before what they are to each other;
-        and as `choose_algorithms`.
+        Collective: yes, over groups whose topology is not known yet; and as `choose_algorithms`.
         """
         if self._preparation.refusal is not None:
             return
@@ -119,7 +118,7 @@ class Fitting:
 
     @cached_property
     def captured(self) -> Captured:
-        """The program as its collectives were chosen to run, before anything is demoted."""
+        """The program with the chosen algorithms, before anything is demoted."""
         return self._without(())
 
     def fit(
@@ -129,7 +128,7 @@ class Fitting:
         taken: Callable[[Plan], int] = lambda plan: plan.peak_bytes,
         **others: Any,
     ) -> tuple[Plan, Captured]:
-        """A plan of ``room`` bytes at most, and the program as it is placed then.
+        """A plan of at most ``room`` bytes, and the program that it places.
 
         Args:
             room: Bytes; None for no limit.
@@ -160,7 +159,7 @@ class Fitting:
             refused = {**partly, **refused}
 
     def _demotables(self, captured: Captured) -> list[Demotable]:
-        """What its calls have in symmetric memory."""
+        """The symmetric bytes of its calls, which a budget may demote."""
         problems = [p for p in (captured.problem, captured.residence) if p is not None]
         buffers = {b.name: b for p in problems for b in p.buffers}
         there: dict[fx.Node, list[str]] = {}

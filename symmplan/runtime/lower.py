@@ -29,10 +29,10 @@ V = TypeVar("V")
 
 
 class Machine(Protocol[V]):
-    """Who carries out what a placed call does. A ``V`` stands for a tensor."""
+    """Carries out a placed call. A ``V`` stands for a tensor."""
 
     def doing(self, operation: str) -> None:
-        """What follows belongs to an operation of the problem."""
+        """Begin an operation of the problem; the next steps belong to it."""
 
     def view(self, buffer: str, like: Value, *, contiguous: bool) -> V:
         """The placement of a buffer, as a tensor like one of the program's."""
@@ -55,7 +55,7 @@ class Machine(Protocol[V]):
 
 @frozen(eq=False)
 class Launched:
-    """What a call was launched on.
+    """The tensors on which a call was launched.
 
     Attributes:
         results: ``{path: tensor}``, those with a placement there.

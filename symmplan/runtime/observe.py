@@ -168,12 +168,12 @@ class Expected:
         op: Qualified name of the collective's op.
         group: Name of the process group.
         memory: Name of the memory backend.
-        nbytes: Bytes of its inputs on one rank; of FSDP2's, as `Choice.nbytes`.
+        nbytes: Bytes of its inputs on one rank; for FSDP2 as in `Choice.nbytes`.
         dtype: Element type, ``"float32"``.
         algorithm: How it is to run.
         reduction: ``"sum"`` and so on, where it is known.
-        target: The op that is called instead, where that tells it apart.
-        launches: How often that is called.
+        target: The op that is called instead, if that identifies it.
+        launches: How often that op is called.
     """
 
     name: str
@@ -195,8 +195,8 @@ class Seen:
     Attributes:
         planned: How it was planned.
         algorithm: How it ran; empty if nothing was seen of it.
-        kernels: ``{name: how often}`` of its kernels and copies between devices; of shared
-            memory, of its ops.
+        kernels: ``{name: how often}`` of its kernels and copies between devices; in shared memory,
+            of its ops.
         reason: Why it ran otherwise than planned, as far as that is known; empty if it did not.
     """
 
@@ -213,7 +213,7 @@ class Seen:
 
 @frozen(repr=False)
 class Checked:
-    """What was planned of a step's collectives, and what ran, on this rank.
+    """The planned and the observed algorithms of a step's collectives, on this rank.
 
     Attributes:
         calls: In the order of the step.
@@ -289,7 +289,7 @@ def checking() -> bool:
 def launching(
     expected: Expected | None, reason: str = ""
 ) -> contextlib.AbstractContextManager[None]:
-    """What is launched inside belongs to a planned collective. Costs nothing but in a check.
+    """Mark launches inside as those of a planned collective. Costs nothing outside a check.
 
     Args:
         expected: The collective, a new object for each call, and the same one for all parts of a
@@ -303,9 +303,9 @@ def launching(
 
 
 def launching_from(calls: Sequence[Expected]) -> contextlib.AbstractContextManager[Any]:
-    """The ops that run inside make these calls, in this order: code that cannot mark them itself.
+    """Mark the ops inside as these calls, in this order, for code that cannot mark them.
 
-    They are told apart from others of the same name by their tensors, which lie in segments.
+    Other ops of the same name differ: their tensors do not lie in segments.
     """
     return _Calls(calls) if checking() else _NOTHING
 

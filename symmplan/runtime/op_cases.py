@@ -68,7 +68,7 @@ class OpCase(Case):
         places: Sequence[torch.Tensor],
         engines: Engines | None,
     ) -> dict[str, Act]:
-        """What runs it by each algorithm."""
+        """Functions that run it, by algorithm."""
         given = self._cut(plain)
         acts = {"ordinary": self._in_its_own_algorithm(*given)}
         if self.row is not None:

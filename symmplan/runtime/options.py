@@ -50,11 +50,11 @@ class Options:
             on devices and over several hosts, placed elsewhere, as shared memory between processes
             is always faster. The path of a file that ends with ``.json``: as it was measured
             elsewhere, see `symmplan.runtime.tuning_table`; equal on all ranks.
-        capacity: Bytes that all segments of a plan may take together on any rank, as a number or
-            as text such as ``"40GiB"``; the least of what the ranks were given counts. None for
-            what the program has without symmplan, less a tenth; see [Note: what the program had]
-            in `symmplan.memory.room`. What does not fit is demoted; see [Note: demotions] in
-            `symmplan.planner.budget`.
+        capacity: Bytes that all segments of a plan may take together on any rank, as a number or as
+            text such as ``"40GiB"``; the least of what the ranks were given counts. None for what
+            the program has without symmplan, less a tenth; see [Note: what the program had] in
+            `symmplan.memory.room`. Collectives that do not fit are demoted; see [Note: demotions]
+            in `symmplan.planner.budget`.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         timeout: Seconds that ranks wait for each other before they raise.
         debug: Whether dead placements are overwritten, so that a late reader shows; True also to

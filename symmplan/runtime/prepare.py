@@ -69,12 +69,12 @@ class Preparation:
     """How one program gets its memory. See [Note: the lifecycle].
 
     Args:
-        options: What this rank was given.
-        who: Whose program it is, for warnings.
-        user: The same for `symmplan.segments` and the log.
+        options: This rank's options.
+        who: Name of the program, for warnings.
+        user: Name of the program, for `symmplan.segments` and the log.
 
     Attributes:
-        refusal: Why its plans place nothing; None if they need not.
+        refusal: Why its plans place nothing; None if they may.
         memory: Name of the memory backend that was last agreed on; empty before.
         at_once: Bytes that may be taken before torch's allocator has given back what it cached.
     """
@@ -158,18 +158,18 @@ class Preparation:
         groups: Mapping[str, Any],
         undo: Callable[[Any], None] = _nothing,
     ) -> _Made:
-        """What ``make`` gives on all ranks. See [Note: together or not at all].
+        """Call ``make`` on all ranks. See [Note: together or not at all].
 
-        Where memory cannot be had on some rank there is a `refusal` from then on, and all ranks
-        call ``make`` again, which then asks for none.
+        If some rank cannot have memory, there is a `refusal` from then on, and all ranks call
+        ``make`` again, which then asks for no memory.
 
         Args:
-            make: Makes it. What it has made when it raises, it has given back.
+            make: Makes the result. If it raises, it has freed what it made.
             groups: ``{name: process group}`` of all who take part.
             undo: Gives it back, unless it is None.
 
         Raises:
-            SymmplanError: As ``make``, where that is no want of memory.
+            SymmplanError: ``make`` raised it, and it is no lack of memory.
 
         Collective: yes, over those groups, if there is no `refusal` before; and as ``make``.
         """
@@ -250,9 +250,9 @@ class Preparation:
             groups: As for `symmplan.memory.cache.obtain`.
             meet: Meets others in it; what it raises is raised, and the memory given back.
             memory: Name of the memory backend, if not of what was last agreed on.
-            user: Who it is for, if not whose program it is.
+            user: The user of the memory, if not the program.
             pooled: Whether the segments may be parts of one; see `symmplan.memory.pool`.
-            old: What it takes the place of there.
+            old: The arena that it replaces there.
 
         Raises:
             AgreementError, BackendError, PeerTimeoutError: As `symmplan.memory.realize`.
@@ -355,7 +355,7 @@ def _compare(notes: list[dict[str, Any]], group: Group) -> None:
 
 
 def _difference(option: str, other: int) -> tuple[str, str]:
-    """That rank ``other`` has another value of an option than rank 0, and what would help."""
+    """The error if rank ``other`` has another value of an option than rank 0."""
     if option == "device":
         what = f"ranks 0 and {other} have their tensors on different kinds of devices"
         return what, "use one kind on every rank"
@@ -367,7 +367,7 @@ def _difference(option: str, other: int) -> tuple[str, str]:
 
 
 def _apart(notes: list[dict[str, Any]]) -> Refusal | None:
-    """That ranks which were asked for the same memory have different backends; else None."""
+    """The error if ranks with the same ``memory=`` have different backends, or None."""
     names = {*map(_memory_of, notes)}
     if len(names) == 1:
         return None

@@ -55,16 +55,16 @@ class PlacedCall:
     Attributes:
         node: Its node.
         operation: Its name in the problem.
-        spec: What is declared of it.
+        spec: Its declaration.
         overload: The op that stands for it in the graph.
         row: How it runs on the memory backend; None if it runs as it is, or in its out variant.
         group: Name of the process group; empty if there is no row.
         engine: Name of the communicator over which copy engines run it; empty if they do not.
         sites: Its declared tensors, in the order of its schema.
         paths: Where its results sit in what it returns.
-        results: ``{path: buffer}`` of those that have placements, also where only a later op wants
-            it so.
-        prefix: What its operations' names begin with.
+        results: ``{path: buffer}`` of results with placements, including those that only a later op
+            needs there.
+        prefix: The prefix of its operations' names.
         expected: How it is to run, for a check; None if it has no row.
         staged: The arguments that are copied into their placements.
         target: The overload that its row calls; None if it has no row.
@@ -114,9 +114,10 @@ class Instruction:
     Attributes:
         kind: What happens. ``"launch"`` is all of `symmplan.runtime.lower.launch` but the copies.
         operation: The operation of the problem that it is; for a barrier the one behind it.
-        step: What that operation does in the program.
+        step: The purpose of that operation.
         group: Name of the group that meets in a barrier.
-        buffers: What a barrier protects, or what is copied, launched upon or overwritten.
+        buffers: The buffers that a barrier protects, or that are copied, launched upon or
+            overwritten.
     """
 
     kind: Kind
@@ -133,13 +134,13 @@ class Instruction:
 
 @frozen(eq=False)
 class PlacedProgram:
-    """What a plan makes of a captured program.
+    """A captured program that follows a plan.
 
     Attributes:
         captured: The program.
         plan: The plan; it may cover other programs, too.
         calls: Its declared calls that have something in a placement, in program order.
-        instructions: What happens to placements, in program order.
+        instructions: Its instructions, in program order.
     """
 
     captured: Captured
@@ -173,8 +174,8 @@ def place(
         plan: A plan whose problem contains the captured one.
         lowerings: How ops run on the memory backend.
         chosen: How its collectives run.
-        barriers: Those of the plan, and more if the program needs more. What is for another program
-            of the plan is left out.
+        barriers: Those of the plan, and more if the program needs more. Barriers of other programs
+            of the plan are left out.
 
     Collective: no.
     """

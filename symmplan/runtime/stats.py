@@ -1,4 +1,4 @@
-"""What was planned, and what was done: the same counters for graphs, sessions and FSDP2."""
+"""Counters of what was planned and what ran, the same for graphs, sessions and FSDP2."""
 
 from __future__ import annotations
 
@@ -34,44 +34,46 @@ class Copy:
 class Stats:
     """What a compile backend, an eager session or `symmplan.fsdp.apply` has done so far.
 
-    A call is one of a declared op; of FSDP2, a collective. What there is none of stays 0.
+    A call is a call of a declared op; for FSDP2, a collective. Counters that do not apply stay 0.
 
     Attributes:
         graphs: Graphs that Dynamo handed over.
         modules: Parameter groups of FSDP modules that were found; most modules have one.
         plans: How many graphs, sessions or models have a plan.
-        placed: Declared tensors that the plans put into symmetric memory; ``staged + bound``. Of an
-            FSDP2 collective that is its buffer.
+        placed: Declared tensors that the plans put into symmetric memory: ``staged + bound``. For
+            FSDP2, buffers of collectives.
         staged: Those of them that are copied in or out.
         bound: Those of them that are produced or used where they lie.
         unplanned: Declared tensors that were left out.
         barriers: Barriers that the plans insert.
         rendezvous: Rendezvous made: segments times groups, and times the communicators for copy
             engines. Does not grow once all is planned.
-        segment_bytes: Bytes of symmetric memory on this rank. More than the plans need where the
-            segment was somebody else's before.
+        segment_bytes: Bytes of symmetric memory on this rank. More than the plans need if a larger
+            segment from the cache is used.
         lower_bound_bytes: Proven minimum of those bytes.
         unshared_bytes: Bytes that one buffer per tensor would take.
         iterations: Iterations of a session that ended, or runs of graphs that have a plan.
         recorded: Calls that ran before there was a plan.
-        served: Calls that ran in placements since.
-        reused: Gathers of FSDP2 in backward that did not run, as ``unsharded_modules=`` let their
-            modules stay unsharded after forward.
-        plain: Calls that ran in torch's own way since.
-        copies: Copies into and out of placements that were made. Of FSDP2, how often a collective
-            (or a graph in its segments) and what this rank still had there made way for each other.
-        divergences: Times that a program left the order of its plan, and went on.
-        replans: Times that a program was planned again: it did something new, or a size had
-            outgrown its plan.
-        kept: Inputs of graphs that lie in symmetric memory from run to run (``bind=True``), now.
+        served: Calls that ran in placements since then.
+        reused: Gathers of FSDP2 in backward that were not needed, because ``unsharded_modules=``
+            kept their modules unsharded after forward.
+        plain: Calls that ran in torch's own way since then.
+        copies: Copies into and out of placements. For FSDP2: how often a collective, or a graph in
+            its segments, was staged or moved other tensors of this rank aside because the bytes
+            were still in use.
+        divergences: How often a program left the order of its plan, and went on.
+        replans: How often a program was planned again, because it did something new or a size
+            outgrew its plan.
+        kept: Inputs of graphs that now lie in symmetric memory from run to run (``bind=True``).
         missed: How often such an input was not in its placement and had to be copied there.
         crossing_bytes: Bytes that stay in their placements from a forward to its backward.
-        evacuated: How often such a tensor was copied all the same; see `CompileBackend.evacuated`.
+        evacuated: How often such a tensor was copied nevertheless; see `CompileBackend.evacuated`.
         reasons: Why calls were plain or copied, and how often, most frequent first.
         flat: FSDP modules whose gathers are flat, so that FSDP2 copies parameters out, and why.
         disengaged: Collectives that ran otherwise than planned when that was last checked, and why;
             see `Checked`.
-        copied: What a session copies in every iteration, why, and the line that would avoid it.
+        copied: Tensors that a session copies in every iteration, with the reason and the line that
+            would avoid the copy.
     """
 
     graphs: int = 0
@@ -106,8 +108,8 @@ class Stats:
     def metrics(self) -> dict[str, int]:
         """The counters by name, ``{"symmplan/served": 36, ...}``, for a logger of numbers.
 
-        Always the same names. Of what is listed with reasons (``reasons``, ``flat``,
-        ``disengaged``, ``copied``) it is how many there are; sizes are bytes.
+        The names are always the same. Lists (``reasons``, ``flat``, ``disengaged``, ``copied``) are
+        given by their lengths, sizes in bytes.
         """
         counted = asdict(self, recurse=False).items()
         return {

@@ -67,7 +67,7 @@ def forget() -> None:
 
 
 def choices_of(group: Any) -> dict[Hashable, Choice]:
-    """What was measured over a process group, by `Case`."""
+    """The measured choices of a process group, by `Case`."""
     return PROCESS.measured.setdefault(group, {})
 
 
@@ -307,7 +307,7 @@ class _Trials:
     def acts(
         self, case: Case, there: Mapping[str, torch.Tensor], engines: Mapping[str, Engines]
     ) -> Mapping[str, Act]:
-        """What runs a collective alone, in the symmetric bytes ``there``."""
+        """Functions that run a collective alone, in the symmetric bytes ``there``."""
         plain = self._plain[self.groups.index(case.group) % len(self._plain)]
         number = self.served.index(case.group) if case.memory else -1
         places = [there[f"{w} {number}"] for w in ("in", "out")] if case.memory else []

@@ -56,11 +56,11 @@ class TuningRow:
 
 @frozen
 class Table:
-    """What was measured on some machine.
+    """Choices that were measured on some machine.
 
     Attributes:
-        memory: The memory backend with which.
-        rows: What was found.
+        memory: The memory backend of the measurement.
+        rows: The measured choices.
     """
 
     memory: str
@@ -142,7 +142,7 @@ def ruled(
     """The algorithm of a collective, and why it stays in ordinary memory; see [Note: rules].
 
     Args:
-        table: What was measured elsewhere, None for nothing.
+        table: The table of measured choices, or None.
         op: As in `TuningRow`.
         ranks: As in `TuningRow`.
         nbytes: As in `TuningRow`.

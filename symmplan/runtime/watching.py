@@ -192,7 +192,7 @@ class Watching(TorchDispatchMode):
         """A collective of a process group starts; ``run`` runs it.
 
         Raises:
-            RaceError: What it accesses at its start is not ordered behind what others did.
+            RaceError: Its accesses at the start are not ordered after accesses of other ranks.
         """
         pending = self._started(func, args, kwargs)
         self._under += 1  # what it is made of accesses nothing else

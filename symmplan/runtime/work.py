@@ -30,10 +30,11 @@ _WRITES = {
 def flops_beside(nodes: Sequence[fx.Node]) -> dict[fx.Node, float]:
     """Floating-point operations of what is issued between each collective and its first wait.
 
-    What several collectives are beside at a time is divided among them by their bytes.
+    Products beside several collectives at a time are divided among these by their bytes.
 
     Args:
-        nodes: Collectives of one graph, in its order; what nobody waits for has nothing beside it.
+        nodes: Collectives of one graph, in its order. A collective without a wait has nothing
+            beside it.
     """
     found = dict.fromkeys(nodes, 0.0)
     graph = list(nodes[0].graph.nodes) if nodes else []

@@ -1,4 +1,4 @@
-"""What a simulation found."""
+"""The report of a simulation."""
 
 from __future__ import annotations
 
@@ -51,13 +51,14 @@ class Collective:
 
 @frozen
 class Ordinary:
-    """Bytes of ordinary memory on this rank, at the moment at which they are most.
+    """Bytes of ordinary memory on this rank, at their peak.
 
     Attributes:
         parameters: Parameters that the optimizer has, sharded.
         gradients: Their gradients.
-        optimizer: State of optimizers, from the beginning on: each step but the first has it.
-        activations: All else, buffers of collectives that are not planned included.
+        optimizer: State of optimizers. It counts from the beginning, because every step but the
+            first has it.
+        activations: All other bytes, including buffers of collectives that are not planned.
     """
 
     parameters: int
@@ -104,7 +105,7 @@ def _costs(plan: Plan) -> list[Answer]:
 
 @frozen(repr=False)
 class SimulationReport:
-    """What one rank of a world would need; made by `symmplan.simulate`.
+    """What one rank of a simulated world needs; made by `symmplan.simulate`.
 
     Attributes:
         ranks: How many ranks the world has.
@@ -112,9 +113,9 @@ class SimulationReport:
         memory: The memory backend for which was planned.
         plans: The plans that the program's integrations made, as the rank would hold them.
         peak_bytes: Bytes of symmetric memory that the rank holds. Those of sessions and experts
-            count also once they were left.
+            count even after these have ended.
         lower_bound_bytes: Proven minimum of the plans' segments, in bytes.
-        ordinary_bytes: Bytes of ordinary memory. What lies in placements is not among them.
+        ordinary_bytes: Bytes of ordinary memory, without the tensors in placements.
         device_bytes_without: Peak of what the rank would have without symmplan, counted as
             `device_bytes`.
         collectives: What ran, by op, size, group and algorithm.
@@ -172,12 +173,12 @@ class SimulationReport:
                 what fits.
 
         Returns:
-            Four kinds. ``"peak"`` says for each plan the group whose buffers are most at its peak,
-            and the largest of them; ``"cost"`` which collectives a ``capacity=`` demoted that
-            the program has, and to what; ``"saves"`` what `Plan.advice` finds; ``"fits"`` by how
-            much activations, which grow with the sequence or the batch, and layers, with which
-            parameters, their state and symmetric memory grow, may grow until all takes
-            ``capacity``: a bound from this one run, which a second run with that size confirms.
+            Answers of four kinds. ``"peak"``: for each plan the group that sets its peak, and that
+            group's largest buffer. ``"cost"``: the collectives that a ``capacity=`` of the program
+            demoted, and their algorithms. ``"saves"``: what `Plan.advice` finds. ``"fits"``: how
+            much room ``capacity`` leaves, and by which factor activations (with the sequence or the
+            batch) and layers (with their parameters, state and symmetric memory) may grow until it
+            is full. The factor is extrapolated from this run; simulate that size to confirm it.
 
         Raises:
             PlanningError: ``capacity`` is no number of bytes.
@@ -219,7 +220,7 @@ class SimulationReport:
         return found
 
     def to_html(self) -> str:
-        """One page that loads nothing, with the picture of each plan."""
+        """A self-contained HTML page with the picture of each plan."""
         ordinary = self.ordinary_bytes
         bound = f"at least {size(self.lower_bound_bytes)}"
         facts = [

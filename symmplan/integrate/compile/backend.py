@@ -91,7 +91,7 @@ class CompileBackend:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """What was measured of each kind of collective, and the algorithm that was chosen."""
+        """The measured times of each kind of collective, and its algorithm."""
         return tuple(dict.fromkeys(c for record in self._records for c in record.choices))
 
     @property
@@ -135,15 +135,17 @@ class CompileBackend:
         )
 
     def check(self, step: Callable[[], Any]) -> Checked:
-        """Run a step under torch's profiler: did each collective run as it was planned?
+        """Run a step under torch's profiler, and compare what ran with the plan.
 
         Ops that are launched by a CUDA graph are not seen.
 
         Args:
-            step: Runs compiled code that has run before. Nothing is looked at but what it does.
+            step: A function that runs compiled code, which must have run before. The check covers
+                nothing else.
 
         Returns:
-            What was planned and what ran; what ran otherwise is in ``stats.disengaged``, too.
+            The planned and the observed algorithm of each collective. ``stats.disengaged`` lists
+            those that did not run as planned.
 
         Raises:
             RunError: No graph has been compiled, or another check is going on.
@@ -156,7 +158,7 @@ class CompileBackend:
     def staged(self) -> tuple[tuple[str, str, str, str], ...]:
         """Every staged tensor: ``(operation, op, argument or result, reason)``.
 
-        Also every pinned input that was not in its placement when it was last used.
+        The list includes every pinned input that was not in its placement when it was last used.
         """
         sites = (site for record in self._records for site in record.sites)
         staged = ((name, op, where, why) for name, op, where, how, why in sites if how == "stage")
@@ -169,8 +171,8 @@ class CompileBackend:
     def release(self) -> None:
         """Give all segments back. The compiled graphs cannot run any more.
 
-        Inputs that lie in symmetric memory move back to ordinary memory. One that shares its
-        storage with other tensors stays, and with it its segment, until they are gone.
+        Inputs that lie in symmetric memory move back to ordinary memory. An input that shares its
+        storage with other tensors stays there, and keeps its segment, until these tensors are gone.
 
         Collective: no. But if one rank alone releases, the others' next collective ends in a
         timeout.
@@ -255,12 +257,12 @@ def backend(
 
     Dynamic sizes are planned for the bound that ``torch._dynamo.mark_dynamic(x, dim, max=...)``
     declares, others for the next power of two. A larger size is compiled and planned again: all
-    ranks agree on the new plan and replace their segments, a warning of the logger ``symmplan``
-    says so, and ``stats.replans`` counts it.
+    ranks agree on the new plan and replace their segments. The logger ``symmplan`` warns, and
+    ``stats.replans`` counts it.
 
-    A rank may be given a smaller batch than its peers: what it compiles alone runs without them as
-    long as its declared tensors are those of a graph that all ranks have agreed on. If they are
-    not, or if it outgrows its plan alone, all ranks raise an `AgreementError`.
+    A rank may get a smaller batch than its peers and compile a graph alone. The graph runs if its
+    declared tensors are those of a graph that all ranks have agreed on. Otherwise, or if a size on
+    one rank outgrows the plan, all ranks raise an `AgreementError`.
 
     Args:
         inner: ``"inductor"``, or ``"eager"`` to run the rewritten graphs op by op, for debugging.
@@ -277,31 +279,30 @@ def backend(
             `symmplan.simulate`.
         capacity: Most bytes that the segments may take on any rank, as a number or as text such as
             ``"40GiB"``. All ranks use the smallest value of any rank. None for what is free when a
-            graph of some groups is first compiled, less a tenth. Inputs that ``bind`` would pin
-            give way first, then collectives that gain least for their bytes. ``Plan.summary`` lists
-            them.
+            graph of some groups is first compiled, less a tenth. If the plan needs more, inputs
+            that ``bind`` would pin stay ordinary first, then the collectives with the smallest gain
+            per byte are demoted. ``Plan.summary`` lists them.
         bind: Pin inputs: move parameters, buffers and inputs marked with
             ``torch._dynamo.mark_static_address`` into symmetric memory when a graph first passes
             them to a declared op, so that no run copies them. The tensor objects stay the same,
             with gradients, hooks and optimizer state, and may be updated in place. If a peer may
             still read them after its op, the graph ends with a barrier. All graphs of the backend
             share one placement for a tensor. Its bytes count in ``stats.segment_bytes``, and
-            `CompileBackend.release` moves them back. Some tensors cannot move: those that share
-            their storage, whose memory torch does not own, or that were replaced. Each run copies
-            them in, ``stats.missed`` counts them and `CompileBackend.staged` names them. Off by
+            `CompileBackend.release` moves them back. A tensor cannot move if it shares its storage,
+            if torch does not own its memory, or if the tensor was replaced. Each run copies such
+            tensors in, ``stats.missed`` counts them and `CompileBackend.staged` names them. Off by
             default, because code that keeps the address of a tensor (a CUDA graph captured by hand,
             another process) would use the old memory. Do not use it for parameters whose storage is
             resized, as FSDP2 does.
         debug: Overwrite every placement when its buffer is no longer live (floats with NaN), so
             that a wrong live range shows in the results. In shared memory also find races: each
             access of placement bytes, by any rank and also inside declared ops, is compared with
-            the other ranks' last accesses. If nothing orders it behind them, it ends in a
-            `RaceError` that names both. Graphs in shared memory then run op by op, also with
-            ``inner="inductor"``, so that each op is seen. Slow. ``"poison"`` only overwrites, and
-            runs what Inductor compiled.
-        collectives: ``"process group"`` lets the process group's own collectives run on the
-            placements, as they do on devices; ``"auto"`` takes those of the memory backend where
-            it has any (``"shm"`` has).
+            the other ranks' last accesses. If nothing orders two accesses, a `RaceError` names
+            both. Graphs in shared memory then run op by op, also with ``inner="inductor"``. This is
+            slow. ``"poison"`` only overwrites, and runs the code that Inductor compiled.
+        collectives: ``"process group"`` runs the process group's own collectives on the placements,
+            as on devices. ``"auto"`` runs the memory backend's collectives if it has any, as
+            ``"shm"`` does.
         default_group: The process group, or its name, of declared ops that name none; the world if
             None.
 
@@ -311,14 +312,15 @@ def backend(
     Raises:
         OptionError: A name is unknown, or ``timeout`` is no number of seconds.
         PlanningError: There is no such effort, or ``capacity`` is no number of bytes.
-        BackendError: ``memory`` serves no device here or, where a graph is compiled, no rank.
+        BackendError: ``memory`` serves no device of this process. When a graph is compiled:
+            ``memory`` serves no rank.
 
-    Collective: no; the first run of a compiled graph is, over every group in it, and so is
-    compiling it where collectives are measured, and compiling the first for each group.
+    Collective: no. The first run of a compiled graph is, over every group in it. Compiling is, if
+    collectives are measured, and for the first graph of each group.
 
     Notes:
-        Where memory cannot be had or shared on some rank when a graph first runs, all ranks compile
-        it again without a plan and run that; one warning says why, ``stats.reasons`` counts it, and
+        If a rank cannot get or share memory when a graph first runs, all ranks compile the graph
+        again without a plan and run that. One warning says why, ``stats.reasons`` counts it, and
         later graphs have no plan.
 
         An error while a graph is compiled arrives inside ``torch._dynamo.exc``'s
@@ -407,8 +409,7 @@ def _device_of(module: fx.GraphModule) -> torch.device:
 def default_backend() -> CompileBackend:
     """The backend behind ``torch.compile(model, backend="symmplan")``, one in each process.
 
-    Its ``.stats`` and ``.plans`` say whether and how symmplan is engaged; ``.release()`` gives its
-    segments back.
+    Its ``.stats`` and ``.plans`` show what was planned; ``.release()`` frees its segments.
 
     Collective: no.
     """

@@ -71,7 +71,7 @@ class CompiledGraph:
 
     The parts run one after the other, so they are planned as one program: the first gets the
     offsets it likes best, the second is planned around the first, whose placements are fixed by
-    then. What crosses from the forward to the backward stays where it is in between.
+    then. Tensors that cross from the forward to the backward stay where they are in between.
     """
 
     settings: CompileOptions
@@ -98,7 +98,7 @@ class CompiledGraph:
 
     @property
     def watches(self) -> bool:
-        """Whether races are looked for. What runs must then be seen op by op."""
+        """Whether races are looked for. A watched graph must run op by op."""
         races = self.lowerings is not None and BACKENDS[self.lowerings.memory].races
         return races and self.settings.debug is True
 
@@ -330,8 +330,8 @@ class CompiledGraph:
     ) -> Callable[[list[Any]], Any]:
         """Compiled code of a part as it is to be called; ``part`` is what `rewrite` returned.
 
-        ``plain`` compiles it without a plan. Also one that follows no plan may be the backward of a
-        part that does.
+        ``plain`` compiles it without a plan. A part without a plan may be the backward of a part
+        with one.
         """
         compiled = self.pool.progress.seen(compiled, *self.ordinary.get(name, ([], [])))
         if part is not None:

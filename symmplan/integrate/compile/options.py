@@ -18,7 +18,7 @@ class CompileOptions(Options):
     """How a compile backend was asked to work; see `Options`.
 
     Attributes:
-        inner: Who compiles the rewritten graphs, ``"inductor"`` or ``"eager"``.
+        inner: The compiler of the rewritten graphs, ``"inductor"`` or ``"eager"``.
         bind: Keep static inputs of declared ops in symmetric memory.
         default_group: Name of the group of ops that name none; the world if None.
     """

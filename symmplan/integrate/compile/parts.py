@@ -60,22 +60,22 @@ class PlannedPart:
 
     Attributes:
         name: Which it is.
-        record: What is remembered of the graph that it is a part of.
+        record: The record of its graph.
         order: Names of its operations in the problem.
         barriers: ``(operation, group)`` of the barriers that it runs.
-        inputs: What it takes of the segments after its own inputs, in order.
-        saved: ``{output: where it stays}`` of what its backward reads in its placement.
+        inputs: The views of segments that it takes after its own inputs, in order.
+        saved: ``{output: placement}`` of outputs that its backward reads in place.
         given: Its inputs that its forward left in placements.
         spans: The bytes that it writes: of which segments, from where to where.
         calls: How many declared calls run in placements.
-        expected: How those of them that are collectives are to run.
+        expected: How the collectives among them are to run.
         copies: How many copies it makes into and out of placements.
         algorithms: How each of its declared calls runs.
         shared: The `turns.Shared` segments that it runs in; None before it first runs.
-        agreed: The first plan that showed peers what its own does.
-        groups: The process groups of whatever it has in symmetric memory, once it has run.
+        agreed: The first agreed plan that looks the same to peers.
+        groups: The process groups of its symmetric tensors, once it has run.
         taken: The arena that it last ran in, and its inputs there.
-        plain: Compiles it as it was before it was rewritten.
+        plain: Compiles it without a plan.
     """
 
     name: PartName
@@ -167,21 +167,21 @@ class PlannedPart:
 
 @define(eq=False)
 class Record:
-    """What is remembered of a graph, also when its code is gone.
+    """Facts of a graph that stay when its code is gone.
 
     Attributes:
         plans: The plan of each part.
         kept: Plans of inputs that lie in symmetric memory from run to run.
         sites: ``(operation, op, argument or result, how, reason)`` of every declared tensor.
-        choices: What was measured.
-        replanned: Whether a size had become too large for an earlier plan.
+        choices: The measured choices.
+        replanned: Whether a size outgrew an earlier plan.
         seconds: Symmplan's part of compiling it.
         crossing_bytes: Bytes that stay in their placements between forward and backward.
         runs: How often its parts ran.
         served: How many declared calls ran in placements.
         copies: How many copies they made into and out of placements.
         plain: How many declared calls ran in torch's own way.
-        refused: Why they did; empty if they did not have to.
+        refused: Why they did; empty if there is no reason.
     """
 
     plans: dict[str, Plan] = field(init=False, factory=dict)
@@ -285,8 +285,8 @@ def copy_of(module: fx.GraphModule) -> fx.GraphModule:
 def inserted(plan: Plan, parts: Iterable[PlannedPart]) -> list[tuple[int, str]]:
     """``(place in the plan's order, group)`` of the barriers that its parts run.
 
-    Also of those that a part may run on its entry, or make all later ones run. See
-    [Note: turns] in `symmplan.integrate.compile.turns`.
+    This includes barriers that a part may run on its entry, or make all later parts run. See [Note:
+    turns] in `symmplan.integrate.compile.turns`.
     """
     index = order_of(plan.problem).index
     groups = group_names(plan) if is_unmet(plan) else []

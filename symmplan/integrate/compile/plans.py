@@ -37,7 +37,7 @@ def overlap(a: Placement, b: Placement) -> bool:
 
 
 def structure_of(plan: Plan) -> Any:
-    """What plans that share segments have in common."""
+    """The facts that are equal for plans that share segments."""
     return tuple((s.name, s.groups, s.signal_pad) for s in plan.segments)
 
 

@@ -76,7 +76,7 @@ _MOST_WAITS = 1 << 16
 
 @define(eq=False)
 class _Counts:
-    """What this rank says to one process group.
+    """The counts that this rank publishes to one process group.
 
     Attributes:
         series: Which of the group's series of runs this is, counted from 1 when it first plans.
@@ -235,10 +235,11 @@ class Progress:
 
     @contextlib.contextmanager
     def planning(self, groups: Mapping[str, Any]) -> Iterator[PlanningWatch]:
-        """This rank begins to plan for its next run, and will wait for all ranks of the groups.
+        """Begin to plan for this rank's next run, waiting for all ranks of the groups.
 
         Yields:
-            What raises an `AgreementError` if a peer runs an old graph instead, for one exchange.
+            A function for one exchange, which raises an `AgreementError` if a peer runs an old
+            graph.
         """
         members = resolve_groups(groups, groups)
         mine = {n: self._of(group) for n, group in groups.items() if group is not None}
@@ -292,7 +293,7 @@ class Progress:
 
 
 def _end(run: int) -> int:
-    """What no planning for a run, or one before it, reaches."""
+    """A bound above all numbers of planning for a run and for earlier ones."""
     return (run + 1) * _MOST_WAITS
 
 

@@ -24,7 +24,7 @@ __all__ = ["note", "refresh_changed", "refresh_values"]
 
 
 def note(gm: fx.GraphModule) -> dict[fx.Node, tuple[Any, ...]]:
-    """What every node of a graph is whose values are right."""
+    """Note every node of a graph whose values are up to date."""
     return {n: _state(n) for n in _calls(gm) if "val" in n.meta}
 
 

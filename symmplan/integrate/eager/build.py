@@ -194,8 +194,8 @@ class _Builder:
     ) -> None:
         """See [Note: barriers of an eager program]; also those in front of overwriting.
 
-        That waits for a later call, but what comes before it may count on the barrier. So may the
-        copies behind a launch, if the plan has it before them.
+        Overwriting waits for a later call, but operations before that call may rely on the barrier.
+        So may the copies after a launch, if the plan has the barrier before them.
         """
         for act in barriers:
             targets = self._behind(act, events)
@@ -212,11 +212,11 @@ class _Builder:
     def _ready(
         self, lazy: list[tuple[str, list[Act]]], operation: str
     ) -> tuple[list[Act], list[tuple[str, list[Act]]]]:
-        """What is to be overwritten before an operation, and what is not.
+        """The buffers to be overwritten before an operation, and the others.
 
-        It is done on the stream of the operation's event, which must come after the last use: the
-        one of that use may be far behind what others wait for. Who writes there next comes after
-        it, too.
+        Overwriting happens on the stream of the operation's event, which must come after the last
+        use. The stream of the last use may be far behind the work for which others wait. The next
+        write comes after the overwriting, too.
         """
         ready: list[Act] = []
         left, order = [], self.order
@@ -228,11 +228,11 @@ class _Builder:
         return ready, left
 
     def _behind(self, barrier: _Barrier, events: list[Event]) -> list[Event]:
-        """The calls behind which a barrier runs instead of before an op that is not seen.
+        """The calls after which a barrier runs, in place of an op that is not seen.
 
-        On one stream, behind the last declared op. Else behind the last one of each stream on which
-        peers took part in the buffers that it protects: whoever comes after those has waited for
-        these streams.
+        With one stream that is the last declared op. With several it is the last one of each stream
+        on which peers accessed the buffers that the barrier protects: later users of these buffers
+        have waited for these streams.
         """
         if self.order is None:
             return events[-1:]

@@ -51,11 +51,12 @@ class EagerMachine:
     A value is a tensor, if it is the same in every call, or a `CallValue`.
 
     Attributes:
-        raw: What the op itself returns, if it is that which runs.
+        raw: The result of the op, if the op itself runs.
         work: Of the collective that a ``c10d::`` call starts, if it starts one.
-        bound: The placements of arguments that lie there already. Only symmplan's ops get those:
-            who waits for the program's tensor waits for what was started on its storage.
-        staged: Placements of arguments that are copied back, each with what the program gave.
+        bound: The placements of arguments that lie there already. Only symmplan's ops get these.
+            Other ops get the program's tensor, so that a wait for that tensor waits for the work on
+            its storage.
+        staged: Placements of arguments that are copied back, each with the program's tensor.
     """
 
     event: Event
@@ -84,7 +85,7 @@ class EagerMachine:
         return f"c{len(self._constants) - 1}"
 
     def function(self, result: Any = None) -> Callable[[Any, Any, Any], Any]:
-        """What was written, as a function of args, kwargs and keys that returns ``result``."""
+        """The written code as a function of args, kwargs and keys that returns ``result``."""
         lines = [*self._lines, f"return {self._text(result)}"]
         given = ", ".join(f"c{i}" for i in range(len(self._constants)))
         body = "".join(f"  {line}\n" for line in lines)
@@ -93,7 +94,7 @@ class EagerMachine:
         return made
 
     def doing(self, operation: str) -> None:
-        """What must be done before an operation of the problem is done now, once."""
+        """Do the work that is due before an operation of the problem, once."""
         self.acts(self.event.due.pop(operation, ()))
 
     def acts(self, acts: Sequence[Callable[[], None]]) -> None:
@@ -168,11 +169,11 @@ def _maker(source: str) -> Callable[..., Any]:
 def settle(event: Event, faults: Faults) -> Callable[[Any, Any, Any], Any]:
     """Decide what each call of an event does: write its ``run``, and return it.
 
-    Nobody but the session may hold its placements, as before each call.
+    Only the session may hold its placements then, as before each call.
 
     Args:
         event: What is planned.
-        faults: Hears of what fails when a work is waited for.
+        faults: Is told of errors in the wait for a work.
     """
     machine, placed, form = EagerMachine(event), event.placed, event.call.form
     result: Any
@@ -216,7 +217,7 @@ def _check_place(
 
 
 def _memory(event: Event, machine: EagerMachine) -> CallValue:
-    """What `symmplan.placed.empty` and `symmplan.placed.out` return where the plan expects them."""
+    """The results of `symmplan.placed.empty` and `symmplan.placed.out` where planned."""
     make, given = CallValue("args[0]"), (CallValue("*args[1:]"), CallValue("**kwargs"))
     if not event.leased:
         return machine.do(make, *given)
@@ -231,7 +232,7 @@ def _work(
 ) -> Any:
     """The box of the work that a ``c10d::`` call returns.
 
-    What was staged is copied back at its end.
+    Staged arguments are copied back at its end.
     """
     event = machine.event
     if not event.pends:
@@ -268,7 +269,7 @@ def _boxed(work: Any) -> Any:
 
 
 def _results(call: PlacedCall, machine: EagerMachine, launched: Launched) -> Any:
-    """What the program gets of an op that gives tensors: copies of those that leave."""
+    """The tensors that the program gets from an op: copies of those that leave."""
     event, results, back = machine.event, dict(launched.results), machine.staged
     _copy_back(call, machine, launched)
     for site in call.sites:
@@ -286,7 +287,7 @@ def _results(call: PlacedCall, machine: EagerMachine, launched: Launched) -> Any
 
 
 def _staged_or_own(result: Any, *back: tuple[torch.Tensor, torch.Tensor]) -> Any:
-    """What the program has of a result: its own tensor, if that was staged."""
+    """The program's tensor of a result: its own one, if that was staged."""
     return next((source for view, source in back if result is view), result)
 
 
@@ -302,7 +303,7 @@ def _copy_back(call: PlacedCall, machine: EagerMachine, launched: Launched) -> N
 
 
 def counted(events: Sequence[Event]) -> Counter[str]:
-    """What the calls of ``events`` add to `Stats`."""
+    """The counts that the calls of ``events`` add to `Stats`."""
     return Counter(
         served=sum(e.placed is not None for e in events),
         plain=sum(e.call.kind == "op" and e.placed is None for e in events),

@@ -34,8 +34,8 @@ def eager(
 ) -> Session:
     """A session in which declared ops run in planned symmetric memory.
 
-    The first iteration is recorded, `Session.step` ends it: the ranks agree on a plan and
-    rendezvous once. Later iterations make the same calls and are served from the plan.
+    The first iteration is recorded. `Session.step` ends it: the ranks agree on a plan and
+    rendezvous once. Later iterations make the same calls and follow the plan.
 
     Args:
         group: Torch's process group of all ranks that run the program; the default one if None.
@@ -58,11 +58,11 @@ def eager(
         debug: Overwrite every placement when its buffer is no longer live, so that a late reader
             shows in the results. In shared memory also find races: each access of placement bytes,
             by any rank and also inside declared ops, is compared with the other ranks' last
-            accesses. If nothing orders it behind them, it ends in a `RaceError` that names both.
-            Slow. ``"poison"`` only overwrites.
-        collectives: ``"process group"`` lets the process group's own collectives run on the
-            placements, as they do on devices; ``"auto"`` takes those of the memory backend where
-            it has any (``"shm"`` has).
+            accesses. If nothing orders two accesses, a `RaceError` names both. This is slow.
+            ``"poison"`` only overwrites.
+        collectives: ``"process group"`` runs the process group's own collectives on the placements,
+            as on devices. ``"auto"`` runs the memory backend's collectives if it has any, as
+            ``"shm"`` does.
 
     Raises:
         RaceError: With ``debug=True``, from any op inside the session.
@@ -70,14 +70,15 @@ def eager(
         PlanningError: There is no such effort, or ``capacity`` is no number of bytes.
         BackendError: ``memory`` serves no tensors on the device. The first declared call, or
             `Session.step`, raises it if the backend that was asked for by name serves no rank.
-        AgreementError: Raised there, too, on every rank: ranks were given different options.
+        AgreementError: Ranks were given different options. The first declared call, or
+            `Session.step`, raises it on every rank.
         MissingSeamError: This torch lacks what a session's numbers rest on.
 
-    Collective: no; entering, `Session.step` and leaving are.
+    Collective: no. Entering and leaving the session and `Session.step` are.
 
     Notes:
-        Where memory cannot be had or shared on some rank, all ranks make the session's calls in
-        torch's own way; one warning says why, and ``session.stats.reasons`` counts it.
+        If a rank cannot get or share memory, the session's calls run in torch's own way on all
+        ranks. One warning says why, and ``session.stats.reasons`` counts it.
     """
     options = Options(
         memory=memory,
@@ -99,10 +100,10 @@ def empty(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Like `torch.empty`, but the memory may be used by a declared op where it lies.
+    """Like `torch.empty`, in memory that a declared op can use without a copy.
 
-    Inside a session it is the placement of the declared tensor that it becomes. Elsewhere, and in
-    the iteration that is recorded, it is ordinary memory.
+    Inside a session the memory is the placement of the declared tensor that it becomes. Outside a
+    session, and in the recorded iteration, it is ordinary memory.
 
     Args:
         size: Shape in elements.
@@ -124,14 +125,14 @@ def out(fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Ten
     """``fn(*args, **kwargs)``, written straight into the placement of the argument it becomes.
 
     Args:
-        fn: A function of torch that takes ``out=``, such as `torch.mm`. Where autograd follows
-            the call, it is just made: no ``out=`` can be differentiated.
+        fn: A function of torch that takes ``out=``, such as `torch.mm`. If autograd records the
+            call, ``fn`` is called without ``out=``, because ``out=`` cannot be differentiated.
         args: Its arguments.
         kwargs: Its arguments by name.
 
     Returns:
-        What ``fn`` returns. Inside a session its memory is a placement; elsewhere this is just the
-        call of ``fn``.
+        The result of ``fn``. Inside a session its memory is a placement. Outside a session ``out``
+        only calls ``fn``.
 
     Raises:
         RunError: The session expected another call here.

@@ -41,16 +41,16 @@ atexit.register(gc.collect)
 
 
 class Faults:
-    """What a session does about failures, its own and its peers'.
+    """Tells peers of this rank's failures, and this rank of theirs.
 
     Args:
         keys: Of the session in its group's store.
-        on_failure: Called once with the first error: nothing may be served any more.
+        on_failure: Called once with the first error; the session serves nothing afterwards.
 
     Attributes:
         failed: Whether this rank knows of a failure.
-        told: What was raised in one of the program's calls. It has heard of that, and need not hear
-            of it again when it leaves the session.
+        told: The error that was raised in one of the program's calls. It is not raised again when
+            the program leaves the session.
 
     Collective: no.
     """
@@ -66,7 +66,7 @@ class Faults:
         """Raise if the session failed.
 
         Raises:
-            SymmplanError: What the first rank failed with.
+            SymmplanError: The error of the first rank that failed.
         """
         if not self.failed:
             return
@@ -171,7 +171,7 @@ class Faults:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Run something of ours; if it fails, say why on every rank.
+        """Run symmplan's own code; if it fails, tell every rank.
 
         Raises:
             SymmplanError: What a peer failed with, if that is why.
@@ -184,7 +184,7 @@ class Faults:
             raise
 
     def found(self, error: BaseException) -> None:
-        """``error`` came up in what is ours. Returns if it is this rank's own.
+        """Handle an error of symmplan's own code. Returns if this rank caused it.
 
         Raises:
             SymmplanError: What a peer failed with, if that is why.

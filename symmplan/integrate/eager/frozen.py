@@ -33,24 +33,24 @@ _READY = 8
 
 @define(eq=False)
 class Frozen:
-    """What a recording became; a `symmplan.runtime.tenants.Tenant`.
+    """A planned recording; a `symmplan.runtime.tenants.Tenant`.
 
     Attributes:
         plan: The plan.
-        captured: What the recorded program does.
+        captured: The recorded program.
         arena: The plan's memory.
         rendezvous: How many were made for it.
-        build: Makes, for some memory, the declared calls that are expected, in order, and what to
-            do at the end of each iteration.
+        build: Makes, for some memory, the expected declared calls in order, and the work at the end
+            of each iteration.
         engines: Whether copy engines run some of the calls.
         copies: See `Copy`.
-        choices: What was measured.
-        refused: Why nothing is in symmetric memory; empty if that could be had.
-        events: What ``build`` made.
-        tail: The same.
+        choices: The measured choices.
+        refused: Why nothing is in symmetric memory; empty if it is.
+        events: The expected calls that ``build`` made.
+        tail: The work at the end of each iteration.
         leaving: ``{storage: (call, its copy out)}`` of results that are copied out at their wait.
         stays: Whether it may not move any more: it is over, or a CUDA graph has the addresses.
-        there: Where it has to `move`, None if it has not to; the same on all ranks.
+        there: The memory to which it has to `move`, or None; the same on all ranks.
     """
 
     plan: Plan

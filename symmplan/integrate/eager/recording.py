@@ -56,13 +56,13 @@ _SPLITS = ("output_split_sizes", "input_split_sizes")
 
 @frozen
 class Settings:
-    """How a session was asked to work.
+    """The options of a session.
 
     Attributes:
         groups: ``{name: group}`` of its ranks, one.
         device: Where declared tensors lie.
         streams: The device's streams; None if it has none.
-        options: What the user asked for.
+        options: The user's options.
     """
 
     groups: Mapping[str, Group]
@@ -194,7 +194,7 @@ class IterationRecording:
             meet(self._settings, str(op.name()), repr(public(given)))
 
     def memory(self, kind: str, make: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        """What `symmplan.placed.empty` and `symmplan.placed.out` do meanwhile."""
+        """Serve `symmplan.placed.empty` and `symmplan.placed.out` while recording."""
         tensor: torch.Tensor = make(*args, **kwargs)
         write: Write = "alloc" if kind == "empty" else "out"
         self._recorder.memory(tensor, kind, write, (make, *args), kwargs)

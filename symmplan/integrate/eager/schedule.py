@@ -1,4 +1,4 @@
-"""What a frozen session expects next.
+"""The calls that a frozen session expects.
 
 [Note: when bytes may be overwritten]
     Every placement that the program gets is leased as a storage of its own on the segment's bytes.
@@ -44,19 +44,19 @@ class Event:
     """A call that the schedule expects.
 
     Attributes:
-        call: What was recorded.
+        call: The recorded call.
         device: Where its tensors lie.
         elements: An element of each type there, which stands for tensors while calls are checked.
         overload: The op that stands for it in the graph; None for memory.
         shapes: ``{path: stand-in}`` of the op's results.
-        placed: What the plan makes of it; None if nothing of it is in a placement.
-        before: What to do first.
-        due: ``{operation of the problem: what to do right before it}``, of those that it does.
-        after: Barriers of ops behind it that are not declared.
-        run: Makes a call, of args, kwargs and the dispatch keys behind ours, which is known to be
-            the planned one; returns what the op does. None before the first; see `settle`.
+        placed: The call in the plan; None if none of its tensors is in a placement.
+        before: Work before the call.
+        due: ``{operation of the problem: work right before it}``, for the operations of this call.
+        after: Barriers of later ops that are not declared.
+        run: Makes the planned call, given args, kwargs and the dispatch keys after ours, and
+            returns the op's result. None before the first call; see `settle`.
         writes: Names of the buffers that it writes first.
-        claims: Of each its bytes in a ledger, and the lease of what the program gets to see.
+        claims: For each, its bytes in a ledger, and the lease of the tensor that the program gets.
         views: ``{(buffer, whether as a staged argument): placement}``.
         bound: ``{argument: placement}`` of those that must lie there already.
         leased: ``{path: StorageLease}`` of those results that stay there.
@@ -145,7 +145,7 @@ class Event:
         return None
 
     def differs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """What the call was expected to be and is, if not the same."""
+        """The expected and the actual call, if they differ."""
         want = self.call.args, self.call.kwargs
         have = signature(args), signature(kwargs) if kwargs else kwargs
         if want == have:
@@ -160,5 +160,5 @@ def perform(acts: Sequence[Act]) -> None:
 
 
 def name_of(op: Any, kind: str) -> str:
-    """What is called, for people."""
+    """Name of a call, for people."""
     return f"symmplan.{kind}" if op is None else str(op.name())

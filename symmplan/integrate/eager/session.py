@@ -1,4 +1,4 @@
-"""An eager program: its first iteration recorded, planned, the following ones served."""
+"""An eager program: its first iteration is recorded and planned, later ones follow the plan."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Session:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """What was measured of the recorded iteration's collectives."""
+        """The measured times of the recorded iteration's collectives, and their algorithms."""
         return () if self._frozen is None else self._frozen.choices
 
     @property
@@ -154,8 +154,8 @@ class Session:
             RunError: The iteration made fewer calls than planned.
             SessionError: The call is not inside the session's with-block.
 
-        Collective: yes, but in a frozen session nobody waits unless the plan has a barrier there,
-        or FSDP2's plan has bytes for the session and it did not move there yet.
+        Collective: yes. But once there is a plan, ranks wait for each other only if the plan has a
+        barrier there, or until the session has moved into the bytes that FSDP2's plan has for it.
         """
         self._usable()
         if self._recording is not None:
@@ -218,13 +218,14 @@ class Session:
             self._serving.enter_context(Watching(self._settings.options.timeout, serves))
 
     def check(self, iteration: Callable[[], Any]) -> Checked:
-        """Run an iteration under torch's profiler: did each collective run as it was planned?
+        """Run an iteration under torch's profiler, and compare what ran with the plan.
 
         Args:
             iteration: An iteration of the program, up to its `step` or with it.
 
         Returns:
-            What was planned and what ran; what ran otherwise is in ``stats.disengaged``, too.
+            The planned and the observed algorithm of each collective. ``stats.disengaged`` lists
+            those that did not run as planned.
 
         Raises:
             RunError: There is no plan yet, or another check is going on.
@@ -240,8 +241,8 @@ class Session:
     def replan(self) -> None:
         """Drop the plan; the next iteration is recorded and planned.
 
-        After an error that every rank has seen the session can go on with this, unless a rank was
-        waiting on its device: then the group's communicators have ended.
+        After an error that every rank has raised, this lets the session go on. It cannot if a rank
+        was waiting for its device, because the group's communicators have ended then.
 
         Collective: yes.
         """
@@ -284,9 +285,10 @@ class Session:
         return result
 
     def _waited(self, tensor: torch.Tensor) -> None:
-        """A tensor was waited for: a result that leaves the iteration is copied out now.
+        """Copy out a result that leaves the iteration, after its wait.
 
-        Whoever holds the tensor, as asynchronous tensors of torch do, holds the copy from now on.
+        Objects that hold the tensor, such as torch's asynchronous tensors, hold the copy from now
+        on.
         """
         assert self._frozen is not None
         event, operation = self._frozen.leaving.get(tensor.untyped_storage()._cdata, (None, ""))
@@ -310,7 +312,7 @@ class Session:
         args: Any,
         kwargs: Any,
     ) -> torch.Tensor:
-        """What `placed.empty` and `placed.out` return: ``make(*args, **kwargs)``, placed."""
+        """The result of `placed.empty` and `placed.out`: ``make(*args, **kwargs)``, placed."""
         ours = self._threads is not None and self._threads.current()
         if in_own_work() or not ours or self._state not in ("recording", "frozen"):
             return make(*args, **kwargs)
@@ -359,10 +361,10 @@ class Session:
         self._cursor = None
 
     def release(self) -> None:
-        """Give everything back; done when the context is left. Idempotent.
+        """Free all memory of the session. Leaving the with-block calls this. Idempotent.
 
-        Tensors that the program still holds keep their memory, which is ordinary from now on:
-        symmplan's ops refuse it.
+        Tensors that the program still holds keep their memory, but symmplan's ops refuse them from
+        now on.
 
         Collective: no.
         """

@@ -19,11 +19,11 @@ __all__ = ["Roles", "Streams", "streams_of"]
 
 
 class Streams:
-    """What a session needs to know of the streams of a CUDA device.
+    """The streams of a CUDA device, for a session.
 
     Attributes:
         number: Gives the current stream as a number.
-        watch: What a recording needs to know.
+        watch: Watches events and waits, for a recording.
     """
 
     def __init__(self, device: torch.device) -> None:

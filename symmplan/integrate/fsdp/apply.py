@@ -35,9 +35,9 @@ __all__ = ["Handle", "apply"]
 
 
 class Handle:
-    """What `apply` did to a model, and how to undo it. Made by `apply`.
+    """What `apply` returns: the plan and counters of a model, and a way to undo it.
 
-    A context manager: leaving the block calls `remove`.
+    It is a context manager: leaving the block calls `remove`.
     """
 
     def __init__(self, runtime: Runtime, plain: list[tuple[Any, Any, Any, Any]]) -> None:
@@ -83,7 +83,7 @@ class Handle:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """What was measured of each kind of collective, and the algorithm that was chosen."""
+        """The measured times of each kind of collective, and its algorithm."""
         return self._runtime.planning.choices
 
     @property
@@ -128,7 +128,7 @@ class Handle:
 
         The names are those of `Stats.metrics`, and ``"symmplan/algorithms/push"`` and so on.
 
-        Collective: no; it waits for nothing, also not for a device.
+        Collective: no. It waits for nothing, not even for a device.
         """
         metrics = self.stats.metrics()
         for name, count in self.algorithms.items():
@@ -136,7 +136,7 @@ class Handle:
         return metrics
 
     def freeze(self) -> None:
-        """Plan what was recorded so far, instead of at the end of the first step.
+        """Plan what was recorded so far, without waiting for the end of the first step.
 
         Raises:
             CaptureError: No FSDP collective has run yet.
@@ -149,14 +149,15 @@ class Handle:
         self._runtime.freeze()
 
     def check(self, step: Callable[[], Any]) -> Checked:
-        """Run a step under torch's profiler: did each collective run as it was planned?
+        """Run a step under torch's profiler, and compare what ran with the plan.
 
         Args:
             step: A step of the program, forward and backward. It takes part in the training as
                 any other.
 
         Returns:
-            What was planned and what ran; what ran otherwise is in ``stats.disengaged``, too.
+            The planned and the observed algorithm of each collective. ``stats.disengaged`` lists
+            those that did not run as planned.
 
         Raises:
             RunError: There is no plan yet, or another check is going on.
@@ -169,16 +170,16 @@ class Handle:
         return self._checked
 
     def remove(self) -> None:
-        """Give FSDP2 its own collectives back, and release the segments. Idempotent.
+        """Restore FSDP2's own collectives, and release the segments. Idempotent.
 
         Call it between steps, on all ranks. On devices the segments are kept for the next `apply`
         in this process: torch 2.11 frees them without telling NCCL.
 
         Raises:
-            RunError: A backward pass is running, or one is still to come that would read
-                parameters in the segments. Nothing has changed then, and the step can be
-                finished. Not raised while an exception is being handled: it ended the step, and
-                a backward pass of that step would raise.
+            RunError: A backward pass is running, or a later one would read parameters in the
+                segments. Nothing has changed then, and the step can be finished. While an exception
+                is being handled the error is not raised, because the exception has ended the step.
+                A backward pass of that step would raise an error.
 
         Collective: no. But if one rank alone removes its handle, the others' next collective
         ends in a timeout.
@@ -212,26 +213,27 @@ def apply(
 ) -> Handle:
     """Put the all-gathers and reduce-scatters of FSDP2 into planned symmetric memory.
 
-    Call it after ``fully_shard``. The first step (until the first forward pass after a backward
-    pass that reduced gradients) runs as always and is recorded; then all ranks agree on a plan and
-    register its memory once, and every later step follows it. Sharded gradients are not in it.
+    Call it after ``fully_shard``. The first step runs unchanged and is recorded. It ends with the
+    first forward pass after a backward pass that reduced gradients. Then all ranks agree on a plan
+    and register its memory once, and every later step follows the plan. Sharded gradients stay in
+    ordinary memory.
 
     Args:
         model: A module with modules inside to which ``fully_shard`` was applied.
         memory: Name of a memory backend: ``"auto"``, ``"nccl"``, ``"shm"``, ...
-        choose: ``"measure"`` runs each collective by the fastest algorithm, by a short measurement
-            on the real sizes when the plan is frozen; see `Choice`. Without measurement,
-            ``"placed"``, the same as ``"symmetric"``, runs all of them in symmetric memory over the
-            model's own groups; ``"copy engine"`` without kernels where the backend has copy
-            engines, reduce-scatters as an all-to-all and a local sum; ``"push"`` lets gradients go
-            straight to where peers sum them, and copy engines gather; ``"ordinary"`` as FSDP2 does.
-            ``"auto"`` measures on devices and places all elsewhere. The path of a ``.json`` file
-            takes what was measured elsewhere, see `symmplan.simulate`.
+        choose: How the algorithms of collectives are chosen. ``"measure"``: each collective runs by
+            the algorithm that was fastest in a short measurement at its real size, when the plan is
+            made; see `Choice`. ``"placed"``, also called ``"symmetric"``: all run in symmetric
+            memory, over the model's own groups. ``"copy engine"``: all run without kernels if the
+            backend has copy engines, reduce-scatters as an all-to-all and a local sum. ``"push"``:
+            gradients go straight to the rank that sums them, and copy engines gather.
+            ``"ordinary"``: all run as FSDP2 runs them. ``"auto"``: measured on devices, placed
+            elsewhere. The path of a ``.json`` file: as measured elsewhere, see `symmplan.simulate`.
         capacity: Most bytes that the segments may take on any rank, as a number or as text such as
-            ``"40GiB"``. None for what the program has without it, less a tenth: what is free when
-            the plan is made, and what that replaces. Ranks take the least that one of them has.
-            Collectives that save least for their bytes are demoted, and ``handle.plan.summary()``
-            says which.
+            ``"40GiB"``. None for what the program has without symmplan, less a tenth: the memory
+            that is free when the plan is made, and the memory that the plan replaces. All ranks use
+            the smallest value of any rank. Collectives with the smallest gain per byte are demoted,
+            and ``handle.plan.summary()`` lists them.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         unsharded_modules: How many modules may hold unsharded parameters at the same time, the
             root included. None for as many as in the first step; then all gathers run. A smaller
@@ -252,11 +254,11 @@ def apply(
         MissingSeamError: This torch lacks what a planned step's numbers rest on.
         PlanningError: There is no such effort, or ``capacity`` is no number of bytes.
 
-    Collective: no; the end of the first recorded step is.
+    Collective: no. The end of the recorded step is.
 
     Notes:
-        Where memory cannot be had or shared on some rank, all ranks run FSDP2's own collectives;
-        one warning says why, and ``handle.stats.reasons`` counts it.
+        If a rank cannot get or share memory, all ranks run FSDP2's own collectives. One warning
+        says why, and ``handle.stats.reasons`` counts it.
     """
     import torch
     from torch.distributed.fsdp import FSDPModule

@@ -29,7 +29,7 @@ _GatherBase, _ScatterBase = fsdp2.comm_bases()
 
 
 class _Planned:
-    """What both have in common.
+    """The common part of both objects.
 
     Args:
         runtime: Of the model.

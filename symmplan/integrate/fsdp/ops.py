@@ -36,7 +36,7 @@ def gathers(
     async_op: bool,
     site: str = "",
 ) -> Callable[[], Any]:
-    """What gathers into the symmetric ``output``.
+    """A function that gathers into the symmetric ``output``.
 
     Args:
         memory: Name of the memory backend of ``output``.
@@ -73,7 +73,7 @@ def scatters(
     async_op: bool,
     site: str = "",
 ) -> Callable[[], Any] | None:
-    """What reduces and scatters the symmetric ``source``.
+    """A function that reduces and scatters the symmetric ``source``.
 
     Args:
         memory: Name of the memory backend of ``source``.
@@ -160,7 +160,7 @@ def exchanges(
     group: dist.ProcessGroup,
     op: Any,
 ) -> Callable[[], Any] | None:
-    """What reduces and scatters ``source`` as an all-to-all and a local sum.
+    """A function that reduces and scatters ``source`` as an all-to-all and a local sum.
 
     The sum runs over the ranks in their order, see `symmplan.integrate.fsdp.sums`. NCCL's own
     kernels round otherwise, so the last bits differ.
@@ -189,7 +189,7 @@ def exchanges(
 
 
 def factor_of(op: Any, ranks: int) -> float | None:
-    """What a reduction multiplies a sum with; None if it is no such sum."""
+    """The factor by which a reduction multiplies a sum; None if it is no such sum."""
     factor = c10d.premul_factor(op)
     return {"sum": 1.0, "avg": 1 / ranks}.get(_reduction(op) or "") if factor is None else factor
 

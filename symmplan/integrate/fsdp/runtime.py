@@ -59,18 +59,18 @@ class Runtime:
     """All FSDP modules of one model, in one plan.
 
     Args:
-        options: How `apply` was asked to work.
+        options: The options of `apply`.
         modules: How many FSDP modules there are.
         live: How many of them may have their parameters at once; see
             [Note: unsharded modules] in `symmplan.capture.fsdp_unsharded`.
 
     Attributes:
         options: The same.
-        memory: What the plan lies in.
+        memory: The plan's memory.
         planning: Makes the plan.
         counts: See `Counts`.
         occupancy: Which modules have bytes for their parameters.
-        schedule: What the plan wants, None while recording.
+        schedule: The plan's collectives; None while recording.
         executor: Runs the collectives.
     """
 
@@ -266,10 +266,10 @@ class Runtime:
         """Run a collective where its buffer lies.
 
         Args:
-            slot: What `open` gave.
+            slot: The result of `open`.
             buffer: The all-gather's output or the reduce-scatter's input.
             group: Over which it runs.
-            in_place: What runs the collective in symmetric memory; None if this cannot be done.
+            in_place: Runs the collective in symmetric memory; None if that is not possible.
             plain: Given ``buffer`` under another storage, runs it through the process group.
             result: Whether ``buffer`` is the output.
 

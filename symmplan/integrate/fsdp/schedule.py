@@ -88,15 +88,15 @@ class Schedule:
         self._next = self._bounds[-1][0]
 
     def follow(self, key: Key) -> tuple[ScheduledCollective | None, bool]:
-        """What the plan has of the program's next collective.
+        """The plan's entry for the program's next collective.
 
         Args:
             key: The collective.
 
         Returns:
-            That, None if the plan knows no such collective; and whether it came in order. Out
-            of order, the next such collective of this stretch is taken, or else of the plan.
-            See [Note: one answer on all ranks].
+            The entry, or None if the plan does not know the collective; and whether it came in
+            order. Out of order, the next such collective of this stretch is taken, otherwise one of
+            the plan. See [Note: one answer on all ranks].
         """
         places = self._places.get(key)
         if places is None:
@@ -119,7 +119,7 @@ class Schedule:
         Args:
             key: The collective.
             memory: Name of the memory backend.
-            scheduled: What the plan has of it, if that is known.
+            scheduled: The plan's entry for it, if that is known.
         """
         known = (s for s in self.collectives if s.call.key == key)
         scheduled = next(known, None) if scheduled is None else scheduled

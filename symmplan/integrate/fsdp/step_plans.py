@@ -36,8 +36,8 @@ class StepPlan:
     Attributes:
         plan: The plan.
         stretches: The collectives of each recording.
-        tenants: Who else has bytes in it.
-        demoted: ``{key of what was demoted: algorithm that it takes instead}``.
+        tenants: The tenants that have bytes in it, too.
+        demoted: ``{key of a demoted collective: its algorithm}``.
         held: Its memory, once it has some.
     """
 
@@ -50,13 +50,13 @@ class StepPlan:
 
 @frozen(eq=False, kw_only=True)
 class StepProblem:
-    """What plans of recorded steps are made of.
+    """The problem of recorded steps.
 
     Attributes:
         recordings: The steps.
         ranks: The global ranks of each group.
         zero_copy: ``{site: bytes}`` of the modules whose parameters can live in placements.
-        algorithm: How a collective runs where something was demoted.
+        algorithm: The algorithm of a collective, given the demotions.
         effort: How long to search.
         live: How many modules may have their parameters at once; None as the program does.
     """
@@ -90,7 +90,7 @@ class StepProblem:
         return evolve(made, plan=plan)
 
     def _as_kept(self, live: int | None) -> list[Recording]:
-        """What was recorded, as if modules that are to stay after forward had stayed."""
+        """The recordings, as if modules that are to stay unsharded had stayed so."""
         kept = kept_after_forward(self.recordings, self.zero_copy, live)
         return [with_kept(recording, kept) for recording in self.recordings]
 
@@ -101,7 +101,7 @@ class StepProblem:
     def _problem(
         self, tenants: Tenants, demoted: Demoted, live: int | None
     ) -> tuple[Problem, frozenset[str], Stretches]:
-        """What is needed, which buffers are parameters themselves, and the collectives."""
+        """The problem, the buffers that are parameters themselves, and the collectives."""
         algorithm = functools.partial(self.algorithm, demoted)
         problem, stretches = problem_of(
             self._as_kept(live), self.ranks, algorithm, self.zero_copy, tenants, live

@@ -329,7 +329,7 @@ class ZeroCopyUnshard:
         self._runtime.released(self.site, after_forward=after_forward)
 
     def _drop(self) -> None:
-        """Whoever takes the bytes now need only wait for what was queued."""
+        """Free the bytes: their next user needs to wait only for work that is queued now."""
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.drop()
@@ -372,7 +372,7 @@ class ZeroCopyUnshard:
         fsdp2_in_place.set_result(group, Gathered())
 
     def _put_back(self, storage: ParameterStorage) -> None:
-        """What was gathered, into the placement; or elsewhere if somebody is there."""
+        """Put gathered parameters into the placement, or elsewhere if it is in use."""
         saved, self._saved = self._saved, None
         assert saved is not None
         group = self._group
