@@ -173,12 +173,13 @@ class SimulationReport:
                 what fits.
 
         Returns:
-            Answers of four kinds. ``"peak"``: for each plan the group that sets its peak, and that
-            group's largest buffer. ``"cost"``: the collectives that a ``capacity=`` of the program
-            demoted, and their algorithms. ``"saves"``: what `Plan.advice` finds. ``"fits"``: how
-            much room ``capacity`` leaves, and by which factor activations (with the sequence or the
-            batch) and layers (with their parameters, state and symmetric memory) may grow until it
-            is full. The factor is extrapolated from this run; simulate that size to confirm it.
+            Answers of four kinds. A ``"peak"`` names for each plan the group that sets its peak,
+            and that group's largest buffer. A ``"cost"`` names collectives that a ``capacity=`` of
+            the program demoted, and their algorithm. A ``"saves"`` is advice of `Plan.advice`. A
+            ``"fits"`` says how much room ``capacity`` leaves, and by which factor activations (with
+            the sequence or the batch) and layers (with their parameters, state and symmetric
+            memory) may grow until it is full. The factor is extrapolated from this run; simulate
+            that size to confirm it.
 
         Raises:
             PlanningError: ``capacity`` is no number of bytes.
