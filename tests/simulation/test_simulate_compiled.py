@@ -73,3 +73,29 @@ def test_what_is_gathered_may_be_saved_for_backward(memory):
     torch._dynamo.reset()
     (plan,) = symmplan.simulate(_saving, ranks=4, memory=memory).plans
     assert plan.peak_bytes >= 4 * 8 * 32 * 4, "what is gathered is placed"
+
+
+def _pinning():
+    name, size = dist.group.WORLD.group_name, dist.get_world_size()
+
+    class Layer(torch.nn.Linear):
+        def forward(self, x):
+            ops = torch.ops._c10d_functional
+            return (
+                x @ ops.wait_tensor(ops.reduce_scatter_tensor(self.weight, "sum", size, name)).t()
+            )
+
+    backend = symmplan.backend(inner="eager", choose="symmetric", bind=True)
+    compiled = torch.compile(Layer(32, 32), backend=backend)
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(torch.randn(16, 32))
+    assert (backend.stats.missed, backend.staged()) == (0, ())
+
+
+@pytest.mark.parametrize("memory", ["nccl", "shm"])
+def test_pinned_inputs_have_no_addresses_to_look_at(memory):
+    torch._dynamo.reset()
+    plans = symmplan.simulate(_pinning, ranks=4, memory=memory).plans
+    assert [b.persistent for b in plans[-1].problem.buffers] == [True]
+    assert plans[-1].peak_bytes == 32 * 32 * 4

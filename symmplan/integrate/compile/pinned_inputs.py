@@ -15,6 +15,7 @@ from attrs import define, evolve, field
 
 from symmplan.coordination.all_gather import all_gather_json
 from symmplan.coordination.groups import resolve_groups
+from symmplan.coordination.world import address_of
 from symmplan.integrate.compile.places import check_others
 from symmplan.integrate.compile.plans import group_names
 from symmplan.integrate.compile.turns import released
@@ -127,7 +128,7 @@ class PinnedInputs:
             raise released()
         copies: list[RunCopy] = []
         for key, kept in inputs.items():
-            if args[kept.index].data_ptr() != self._places[key].address:
+            if address_of(args[kept.index]) != self._places[key].address:
                 self._admit(part, args, key, kept, copies)
         if copies:
             check_others(copies, args)
@@ -177,7 +178,7 @@ class PinnedInputs:
         here = {p.address: p for p in self.pool.places(process_group)}
         if here:
             by_number = {p.number: p for p in here.values()}
-            found = [here.get(args[i.index].data_ptr()) for i in inputs.values()]
+            found = [here.get(address_of(args[i.index])) for i in inputs.values()]
             sizes = [plan.placements[i.buffer].nbytes for i in inputs.values()]
             numbers = [
                 place.number if place is not None and place.lease.tensor.numel() == nbytes else None

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, field, frozen
 
+from symmplan.coordination.world import address_of
 from symmplan.errors import RunError
 from symmplan.memory.leased import lease_out
 from symmplan.runtime.leases import Ledger, StorageLease, copied
@@ -110,7 +111,7 @@ class Place:
         place = arena.plan.placements[buffer]
         segment = arena.segments[place.segment]
         self.lease = StorageLease(lease_out(arena.tensor(buffer)), name=buffer)
-        self.address = self.lease.tensor.data_ptr()
+        self.address = address_of(self.lease.tensor)
         begin = segment.begin + place.offset
         Ledger(segment.leases).take(begin, begin + place.nbytes, self.lease)
 
@@ -134,7 +135,7 @@ class Place:
     def _living(self) -> torch.Tensor | None:
         """What lives in its bytes, if that is known."""
         pinned = None if self._pinned is None else self._pinned()
-        return pinned if pinned is not None and pinned.data_ptr() == self.address else None
+        return pinned if pinned is not None and address_of(pinned) == self.address else None
 
     def _house(self, tensor: torch.Tensor) -> None:
         # To the letter what it was, elsewhere.
@@ -174,7 +175,7 @@ class Place:
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor begins in its bytes."""
-        return self.address <= tensor.data_ptr() < self.address + self.lease.tensor.numel()
+        return self.address <= address_of(tensor) < self.address + self.lease.tensor.numel()
 
     def _filled(self, like: torch.Tensor, leased: torch.Tensor) -> torch.Tensor:
         if self.has(like):
