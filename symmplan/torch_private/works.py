@@ -19,33 +19,16 @@ def register_work() -> Callable[[torch.Tensor, Any], None] | None:
     return getattr(c10d, "_register_work", None)
 
 
-class _Finished(dist.Work):
-    """The work of a collective that was over when it returned."""
-
-    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 (the interface's)
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-
-@functools.cache
-def finished() -> Any:
-    """A work that is over. One for all, as a box does not keep its Python half."""
-    return _Finished()
-
-
 class _Watched(dist.Work):
     """The work of a collective of which somebody wants to know when it is waited for."""
 
-    def __init__(self, work: Any, waited: Callable[[], None], written: torch.Tensor) -> None:
+    def __init__(
+        self, work: Any, waited: Callable[[], None] | None, written: torch.Tensor | None
+    ) -> None:
         super().__init__()
         self._work = work
-        self._waited: Callable[[], None] | None = waited
-        self._written: torch.Tensor | None = written
+        self._waited = waited
+        self._written = written
         self._over: torch.cuda.Event | None = None
 
     def wait(self, timeout: Any = None) -> bool:
@@ -86,6 +69,12 @@ class _Watched(dist.Work):
         waited, self._waited, self._written = self._waited, None, None
         if waited is not None:
             waited()
+
+
+@functools.cache
+def finished() -> Any:
+    """A work that is over. One for all, as a box does not keep its Python half."""
+    return _Watched(None, None, None)
 
 
 def watched_work(work: Any, waited: Callable[[], None], written: torch.Tensor) -> tuple[Any, Any]:
