@@ -13,7 +13,8 @@ from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from torch import fx
-    from torch._ops import OpOverload
+
+    from symmplan.torch_private.ops import OpOverload
 
 __all__ = ["tell_undeclared"]
 
