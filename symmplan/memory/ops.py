@@ -125,13 +125,15 @@ def all_gather_parts_(
             fix="give the offsets and sizes in bytes",
         )
 
+    begins = [(offset + call.rank * count, count) for offset, count in pieces]
+    mine = [(call.offset + begin, whole[begin : begin + n], n) for begin, n in begins]
+
     def body(_: object) -> None:
         if call.levels is not None:
             gather_parts(call, call.levels, [(call.offset + o, n) for o, n in pieces])
             return
-        for offset, count in pieces:
-            begin = offset + call.rank * count
-            call.push(call.offset + begin, whole[begin : begin + count], count)
+        for part in mine:
+            call.push(*part)
 
     kind = f"parts {pieces} {what}"
     return call.running(body, kind, out_offset=call.offset, nbytes=sum(nbytes))

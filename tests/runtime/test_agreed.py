@@ -56,7 +56,7 @@ ASKED = {
 AGREED = {
     "the plan, and what was agreed with it": """
         Pushes Where _arenas _bounds _storage _layout _one_sided
-        _outputs _peers _plain _pushes bisect_left call carried
+        _outputs _peers _plain _pushes _run bisect_left call carried
         chosen collectives counts zero_copy unshards exchange get groups
         index live meeting memory nbytes offset offsets other p
         place reason received schedule segment segments site scheduled

@@ -75,6 +75,7 @@ class Layout:
         offsets: Where each part begins in the placement, in bytes.
         nbytes: Size of the placement.
         ranks: Ranks that hold a shard.
+        own: Whether any parameter says by itself how it is gathered.
     """
 
     parts: tuple[int, ...]
@@ -83,6 +84,7 @@ class Layout:
     offsets: tuple[int, ...]
     nbytes: int
     ranks: int
+    own: bool
 
     @property
     def one_dtype(self) -> bool:
@@ -113,6 +115,8 @@ def shards_of(group: Any, layout: Layout, site: str) -> list[torch.Tensor]:
     Raises:
         RunError: What a parameter makes of its shard has not the sizes and types of before.
     """
+    if not layout.own:  # asked for in each gather
+        return [fsdp2_in_place.shard_of(parameter) for parameter in group.fsdp_params]
     found: list[torch.Tensor] = []
     for number, parameter in enumerate(group.fsdp_params):
         begin, end = len(found), len(found) + layout.parts[number]
@@ -168,7 +172,8 @@ def layout_of(group: Any) -> Layout | str | None:
     for nbytes in shards:
         offsets.append(end)
         end += -(-nbytes * ranks // _ALIGN) * _ALIGN
-    return Layout(tuple(map(len, each)), dtypes, counts, tuple(offsets), end, ranks)
+    own = any(map(fsdp2_in_place.has_own_gather, parameters))
+    return Layout(tuple(map(len, each)), dtypes, counts, tuple(offsets), end, ranks, own)
 
 
 def _parts(parameter: Any, ranks: int) -> list[tuple[torch.dtype, int]]:

@@ -25,7 +25,7 @@ from symmplan.runtime.leases import copied
 from symmplan.torch_private import autograd, c10d, dispatch, fsdp2_in_place
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.runtime.leases import Ledger
@@ -74,6 +74,8 @@ class ParameterStorage:
         ranks, rank = group.size(), group.rank()
         self._layout = layout
         self._counts = layout.part_bytes
+        # What gathers, once it is known; in memory whose backend has collectives of its own.
+        self._run: Callable[[], None] | None = None
         self._outputs: list[torch.Tensor] = []
         self._parts: list[torch.Tensor] = []
         # The same bytes as storages of their own, with versions of their own: autograd must not
@@ -85,6 +87,11 @@ class ParameterStorage:
             self._outputs.append(whole)
             self._parts.append(whole[rank * count : (rank + 1) * count])
             self._storages.append(lease_out(whole, lambda: None))
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i, dtype in enumerate(layout.dtypes):
+            by_dtype.setdefault(dtype, []).append(i)
+        # Those of a type, in one kernel each, and their numbers.
+        self._casts = [([self._parts[i] for i in at], at) for at in by_dtype.values()]
         self._alone = self._in_use()  # how often if nobody has views
         # FSDP2's own tensors, without bytes: to go back there takes no memory that it would not.
         self._own: list[fsdp2_in_place.Emptied | None] = []
@@ -105,10 +112,8 @@ class ParameterStorage:
 
     def fill(self, shards: Sequence[torch.Tensor]) -> None:
         """Cast shards into this rank's parts, those of a type in one kernel where torch has it."""
-        dtypes = self._layout.dtypes
-        for dtype in dict.fromkeys(dtypes):
-            at = [i for i, found in enumerate(dtypes) if found == dtype]
-            dispatch.copy_each([self._parts[i] for i in at], [shards[i] for i in at])
+        for parts, at in self._casts:
+            dispatch.copy_each(parts, [shards[i] for i in at])
 
     @own_work
     def gather(self) -> None:
@@ -117,9 +122,13 @@ class ParameterStorage:
         Collective: yes.
         """
         if self._one_sided:
-            name, size = c10d.group_name(self._group), self._group.size()
-            offsets = list(self._layout.offsets)
-            all_gather_parts_(self.bytes, offsets, self._counts, size, name, what=self._site)()
+            if self._run is None:
+                name, size = c10d.group_name(self._group), self._group.size()
+                offsets = self._layout.offsets
+                self._run = all_gather_parts_(
+                    self.bytes, offsets, self._counts, size, name, what=self._site
+                )
+            self._run()
             return
         outputs, parts = self._outputs, self._parts
         if not self._layout.one_dtype:
@@ -155,9 +164,9 @@ class ParameterStorage:
         Args:
             parameters: FSDP2's, whose bytes are there.
         """
-        own = [p for p in parameters if fsdp2_in_place.has_own_gather(p)]
-        if not own:
+        if not self._layout.own:
             return
+        own = [p for p in parameters if fsdp2_in_place.has_own_gather(p)]
         views = self._in_use() - self._alone
         with torch.inference_mode(mode=False), torch.no_grad():
             for parameter in own:
