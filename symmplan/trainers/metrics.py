@@ -20,10 +20,10 @@ def watched(handle: Handle) -> dict[str, int]:
         handle: What `symmplan.fsdp.apply` returned.
 
     Returns:
-        Of `symmplan.fsdp.Handle.metrics`: ``symmplan/segment_bytes`` (bytes on this rank that the
-        steps use), ``recorded``, ``served``, ``plain``, ``copies``, ``replans``, ``flat``, and by
-        which algorithms planned collectives run: ``symmplan/algorithms/push`` and so on, without
-        those by which none runs.
+        A part of `symmplan.fsdp.Handle.metrics`. It has ``symmplan/segment_bytes`` (bytes on this
+        rank that the steps use), ``recorded``, ``served``, ``plain``, ``copies``, ``replans`` and
+        ``flat``; and by which algorithms planned collectives run, ``symmplan/algorithms/push`` and
+        so on, without those by which none runs.
 
     Collective: no; it waits for nothing, also not for a device.
     """
