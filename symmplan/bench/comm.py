@@ -5,6 +5,9 @@ alike; a repetition's time is the slowest rank's, and medians are compared. Ever
 against gloo's. Bytes are those of one rank's part: the input of an all-gather, the output of a
 reduce-scatter, the whole tensor of an all-reduce.
 
+On devices all-reduces are timed, in CUDA graphs: NCCL's on ordinary memory, and in placements
+NCCL's (--memory nccl) or torch's one-shot and two-shot kernels (--memory cuda).
+
 With -o, FSDP2's collectives are timed instead by every algorithm that the device's memory has, as a
 job does that measures, and the choices written to a table: for choose= of later jobs, and for
 symmplan simulate.
@@ -16,10 +19,9 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from symmplan.bench.parts import command, timing
+from symmplan.bench.parts import command, reductions, timing
 from symmplan.bench.parts.command import Option
 from symmplan.bench.parts.numbers import sizes_of
-from symmplan.errors import CommandError
 from symmplan.report.format import count
 from symmplan.runtime.tuning_table import Table, TuningRow
 
@@ -44,6 +46,12 @@ _OPTIONS = (
         more={"type": sizes_of, "metavar": "N[K|M],..."},
     ),
     Option("repetitions", "timed runs of each", 15),
+    Option(
+        "memory",
+        "memory backend of a device's all-reduces",
+        "cuda",
+        more={"choices": ("cuda", "nccl")},
+    ),
     Option("dtype", "", "float32", more={"choices": ("float32", "bfloat16", "float64")}),
 )
 
@@ -70,7 +78,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         args.output.write_text(table.to_json(), encoding="utf-8")
         return {"ok": True, "written": str(args.output), "memory": memory, "rows": rows}
     if args.device != "cpu":
-        raise CommandError("gloo has no collectives of devices", fix="add -o choices.json")
+        about, ranks = command.measured("comm", reductions.measure, settings, args)
+        found = zip(*(rank["rows"] for rank in ranks), strict=True)
+        rows = [reductions.as_row(each) for each in found]
+        return {**about, "ok": all(row["equal"] for row in rows), "results": rows}
     about, ranks = command.measured("comm", _times, settings, args)
     rows = [_row(found) for found in zip(*(rank["rows"] for rank in ranks), strict=True)]
     return {**about, "ok": all(row["equal"] for row in rows), "results": rows}
@@ -99,8 +110,10 @@ def render(result: dict[str, Any]) -> str:
             [*command.cells("op bytes algorithm", chosen), f"wrote {result['written']}"]
         )
     what = f"{count(result['threads'], 'thread')} each, {result['dtype']}"
-    rows = [[row[key] for key in _ROW.split()] for row in result["results"]]
-    return "\n".join([command.heading(result, what), *command.cells(_ROW, rows)])
+    columns = list(result["results"][0])
+    names = _ROW if "speedup" in columns else " ".join(columns)
+    rows = [[row[key] for key in names.split()] for row in result["results"]]
+    return "\n".join([command.heading(result, what), *command.cells(names, rows)])
 
 
 # On each rank -------------------------------------------------------------------------------------

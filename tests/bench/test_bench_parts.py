@@ -10,7 +10,7 @@ import pytest
 import torch
 from paths import ROOT
 
-from symmplan.bench.parts import command, timing
+from symmplan.bench.parts import command, reductions, timing
 from symmplan.bench.parts.command import Option
 from symmplan.cli import shell
 
@@ -106,3 +106,22 @@ def test_a_round_takes_as_long_as_its_slowest_rank_and_all_must_agree():
     assert result["ok"]
     both[1] = rank([1.0, 1.0, 1.0], False)
     assert not command.compared(about, both, lambda _: {})["ok"]
+
+
+def test_an_all_reduce_takes_as_long_as_its_slowest_rank():
+    ranks = [
+        {
+            "bytes": 64,
+            "seconds": {"nccl": [3e-6, 9e-6, 3e-6], "one_shot": [1e-6] * 3},
+            "equal": True,
+        },
+        {
+            "bytes": 64,
+            "seconds": {"nccl": [2e-6, 2e-6, 5e-6], "one_shot": [4e-6] * 3},
+            "equal": True,
+        },
+    ]
+    row = reductions.as_row(ranks)
+    assert (row["nccl_us"], row["one_shot_us"], row["fastest"]) == (5.0, 4.0, "one_shot")
+    assert row["equal"]
+    assert not reductions.as_row([ranks[0], {**ranks[1], "equal": False}])["equal"]
