@@ -8,11 +8,12 @@ import attrs
 import pytest
 import torch
 from explorer_graphs import ALGORITHMS, F, one_sided, rewritten, world
-from symmplan.testing.explorer.graph import explore_graph
+from graph_explorer import explore_graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from symmplan.errors import VerificationError
 from symmplan.integrate.compile import pipelining
+from symmplan.runtime.work import flops_beside
 from symmplan.torch_private.compilers import fake_mode_of
 
 RANKS = 3
@@ -67,6 +68,18 @@ def test_all_of_a_layer_is_found(group):
     kinds = [type(one).__name__ for one in found]
     assert kinds == ["Gather", "Scatter", "Scatter"]
     assert len(found[0].products) == len(found[1].products) == 2
+
+
+def test_products_run_between_the_start_and_the_wait_of_each_collective(group):
+    """The last of a rank's shifts is beside its own rows, those before beside more."""
+    graph, _ = _pipelined(group)
+    targets = (F.all_gather_into_tensor.default, torch.ops.symmplan.shift.default)
+    starts = [n for n in graph.graph.nodes if n.target in targets]
+    assert [n.target for n in starts] == [targets[0], targets[0], targets[1], targets[1]]
+    beside = flops_beside(starts)
+    assert beside[starts[0]] == 2 * 2 * 1 * 2 * 2  # two products of one row
+    assert not beside[starts[1]]  # its result is no left side
+    assert all(beside[n] for n in starts[2:])
 
 
 @pytest.mark.parametrize("transport", ["wire", "push", "pull"])

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from parallel_blocks import blocks, late, shards, trained
 from ranks import pool_of
 
 import symmplan
+from symmplan.torch_private import works
 
 pytestmark = pytest.mark.ranks
+
+F = torch.ops._c10d_functional
 
 ranks = pool_of(2, 4, timeout=280.0)
 pair = pool_of(2, timeout=280.0)
@@ -97,9 +103,26 @@ def test_nothing_is_pipelined_where_that_was_not_asked_for(pair):
     assert pair.run(_asked_for_others) == [[0, 0], [0, 0]]
 
 
-# -- forms ----------------------------------------------------------------------------------------
+def test_a_shift_is_waited_for_though_nobody_keeps_its_work(monkeypatch):
+    """As on a device; what it reads stays alive until then."""
+    waited = []
 
-F = torch.ops._c10d_functional
+    class _Event:
+        def wait(self, stream):
+            waited.append((stream, given() is not None))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
+    register, out, kept = works.register_work(), torch.ones(2), torch.ones(3)
+    given = weakref.ref(kept)
+    register(out, works.queued_work(_Event(), kept))
+    del kept
+    gc.collect()
+    F.wait_tensor(out[:1])
+    assert waited == [("stream", True)]
+    assert given() is None
+
+
+# -- forms ----------------------------------------------------------------------------------------
 
 
 def _gather(x, dim, world, group):
