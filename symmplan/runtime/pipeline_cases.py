@@ -77,6 +77,14 @@ class PipelineCase(Case):
             gathers=gathers,
         )
 
+    def is_alike(self, other: PipelineCase) -> bool:
+        """Whether another one has the same collective, with products of any inner size.
+
+        One rank alone may have other products, of a smaller batch, and the same collectives.
+        """
+        inner: dict[str, Any] = {"columns": 0} if not self.gathers else {"widths": ()}
+        return evolve(self, numels=(), **inner) == evolve(other, numels=(), **inner)
+
     def part(self, largest: int) -> Self:
         """A smaller one that takes at most so many bytes each way, as far as that says anything."""
         found = self

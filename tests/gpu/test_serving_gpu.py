@@ -43,10 +43,10 @@ def _serve(rank, world, choose, inner):
     memory = "cuda" if SHARED else "auto"
     backend = symmplan.backend(inner=inner, memory=memory, choose=choose, timeout=60.0)
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-    places = [torch.tensor([i], device="cuda") for i in range(LENGTH)]
     choice = random.Random(5)
     requests = [choice.choice(_SIZES) for _ in range(2 * LENGTH)]
     with torch.inference_mode():
+        places = [torch.tensor([i], device="cuda") for i in range(LENGTH)]
         forget(model)
         expected = [
             model(tokens(count, number, **_HOW), places[number % LENGTH]).clone()

@@ -44,6 +44,7 @@ from symmplan.memory.shift import splits
 from symmplan.memory.topology import served
 from symmplan.runtime.chooser import choose_algorithms
 from symmplan.runtime.pipeline_cases import PipelineCase
+from symmplan.runtime.trials import choices_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
 __all__ = ["Pipelined", "apply", "as_exchanges", "cases_of", "find", "pipeline"]
 
 _ATEN: Any = torch.ops.aten
+#: A cast as Inductor has it where graphs are rewritten.
+_CONVERT: Any = torch.ops.prims.convert_element_type.default
 _C10D: Any = torch.ops._c10d_functional
 
 #: What may be pipelined.
@@ -137,7 +140,7 @@ def pipeline(
     found = find(module.graph, groups)
     if not found:
         return ()
-    cases = cases_of(found, memory, groups)
+    cases = {one: _known(case, groups) for one, case in cases_of(found, memory, groups).items()}
     chosen = choose_algorithms(cases, {}, device, preparation, memory=memory, gather=gather)
     for one in found:
         if chosen.algorithms[one].name == "pipelined":
@@ -145,6 +148,16 @@ def pipeline(
     module.graph.lint()
     module.recompile()
     return chosen.choices
+
+
+def _known(case: PipelineCase, groups: Mapping[str, Group]) -> PipelineCase:
+    """The first case with the same collective that was measured; else this one.
+
+    So a rank that compiles alone for a smaller batch measures nothing, and its collectives are
+    those of its peers.
+    """
+    known = choices_of(groups[case.group].process_group)
+    return next((c for c in known if isinstance(c, PipelineCase) and case.is_alike(c)), case)
 
 
 def _near(
@@ -301,14 +314,14 @@ class _Parts:
             total = own = self._part(scatter, self.rank)
             narrow = made.dtype.itemsize < 4
             if narrow:
-                total = self.call(_ATEN._to_copy.default, own, dtype=torch.float32)
+                total = self.call(_CONVERT, own, torch.float32)
             for shifted in sent:
                 term = self.call(_C10D.wait_tensor.default, shifted)
                 total = self.call(_ATEN.add.Tensor, total, term)
             if start.args[1] == "avg":
                 total = self.call(_ATEN.div.Tensor, total, ranks)
             if narrow:
-                total = self.call(_ATEN._to_copy.default, total, dtype=made.dtype)
+                total = self.call(_CONVERT, total, made.dtype)
             total = self.reshape(total, *made.shape)
         wait.replace_all_uses_with(total)
         inside = sorted(scatter.inside, reverse=True)
