@@ -86,29 +86,34 @@ class PipelineCase(Case):
         return evolve(self, numels=(), **inner) == evolve(other, numels=(), **inner)
 
     def part(self, largest: int) -> Self:
-        """A smaller one that takes at most so many bytes each way, as far as that says anything."""
+        """A smaller one that takes at most so many bytes each way, if one row and column do.
+
+        It keeps rows and columns that say something of larger products as long as that is possible.
+        """
         found = self
-        while max(found.sizes()) > largest:
-            right = found.columns * max(found.widths) * found.itemsize
-            if right > largest // 2 and found._narrowed is not None:
-                found = found._narrowed
-            elif found.rows > _LEAST_ROWS:
-                rows = max(_LEAST_ROWS, found.rows * 3 // 4)
-                found = found._with(rows, found.columns, found.widths)
-            else:
-                break
+        for rows, columns in ((_LEAST_ROWS, _LEAST_COLUMNS), (1, 1)):
+            while max(found.sizes()) > largest:
+                right = found.columns * max(found.widths) * found.itemsize
+                fewer, narrower = found.rows * 3 // 4 >= rows, found._narrowest // 2 >= columns
+                if narrower and (right > largest // 2 or not fewer):
+                    found = found._narrowed
+                elif fewer:
+                    found = found._with(found.rows * 3 // 4, found.columns, found.widths)
+                else:
+                    break
         return found
 
     @property
-    def _narrowed(self) -> Self | None:
-        """The same with half as many columns of what is sent; None if those were too few."""
-        columns, widths = self.columns, self.widths
+    def _narrowest(self) -> int:
+        """How many columns there are of what is sent."""
+        return self.columns if self.gathers else min(self.widths)
+
+    @property
+    def _narrowed(self) -> Self:
+        """The same with half as many columns of what is sent."""
         if self.gathers:
-            columns = columns // 2
-        else:
-            widths = tuple(n // 2 for n in widths)
-        few = min(columns if self.gathers else min(widths), _LEAST_COLUMNS) < _LEAST_COLUMNS
-        return None if few else self._with(self.rows, columns, widths)
+            return self._with(self.rows, self.columns // 2, self.widths)
+        return self._with(self.rows, self.columns, tuple(n // 2 for n in self.widths))
 
     def _with(self, rows: int, columns: int, widths: tuple[int, ...]) -> Self:
         numels = (rows * columns, *(columns * width for width in widths))

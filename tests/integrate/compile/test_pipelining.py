@@ -11,6 +11,7 @@ from parallel_blocks import blocks, late, shards, trained
 from ranks import pool_of
 
 import symmplan
+from symmplan.runtime.pipeline_cases import PipelineCase
 from symmplan.torch_private import works
 
 pytestmark = pytest.mark.ranks
@@ -101,6 +102,29 @@ def _asked_for_others(rank, world):
 
 def test_nothing_is_pipelined_where_that_was_not_asked_for(pair):
     assert pair.run(_asked_for_others) == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("largest", [1 << 10, 1 << 20, 45 << 20])
+def test_what_is_timed_fits_and_keeps_what_it_is_about(gathers, largest):
+    """Products take as long for each byte that is sent as the whole ones do."""
+    sizes = {"rows": 8192, "columns": 4096, "widths": (8192, 2048) if gathers else (6144,)}
+    case = PipelineCase.of(
+        gathers=gathers, memory="shm", group="0", ranks=2, dtype="bfloat16", **sizes
+    )
+    part = case.part(largest)
+    assert max(part.sizes()) <= largest or (part.rows, part._narrowest) == (1, 1)
+    if gathers:
+        assert part.widths == case.widths
+    else:
+        assert part.columns == case.columns
+    if largest > 1 << 24:
+        assert part.rows >= 256
+        assert part._narrowest >= 512
+    assert case.part(1 << 40) == case
+    assert case.times(part) == pytest.approx(
+        case.rows * case._narrowest / (part.rows * part._narrowest)
+    )
 
 
 def test_a_shift_is_waited_for_though_nobody_keeps_its_work(monkeypatch):
