@@ -1,4 +1,4 @@
-"""Print what lets a shell complete the words of the command.
+"""Print a script with which a shell completes the command.
 
 These lines go to ~/.bashrc, to ~/.zshrc below compinit, or to ~/.config/fish/config.fish:
 

@@ -55,11 +55,11 @@ COMMANDS = {
     "demo": "train a small transformer on two local ranks, with and without symmplan",
     "plan": "plan a problem from a CSV or JSON file",
     "show": "check, print and draw a plan from its JSON file",
-    "simulate": "plan what a program needs as one rank of a world that is not there",
+    "simulate": "print what a program needs as one rank of a simulated cluster",
     "ops": "list every op with declared symmetric arguments and results",
-    "doctor": "say what this machine and this torch can do",
+    "doctor": "print what this machine and this torch can do",
     "bench": "run a benchmark",
-    "completion": "print what lets bash, zsh or fish complete the words of this command",
+    "completion": "print a script with which bash, zsh or fish completes this command",
 }
 
 EXIT_CODES = (

@@ -1,4 +1,4 @@
-"""Plan what a program needs as one rank of a world that is not there.
+"""Print what a program needs as one rank of a simulated cluster.
 
 PROGRAM is module:function or path/to/file.py:function, a training script without arguments: see
 symmplan.simulate. It runs on fake tensors, on any machine.

@@ -1,4 +1,4 @@
-"""Plan for a world that is not there: see `simulate`."""
+"""Plan for a cluster that is not there: see `simulate`."""
 
 from __future__ import annotations
 

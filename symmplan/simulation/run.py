@@ -59,7 +59,7 @@ def simulate(
     links: Links | str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> SimulationReport:
-    """Plan what a program would need as one rank of a world that is not there.
+    """Plan what a program needs as one rank of a simulated world.
 
     ``program`` is a training script as it is: it makes meshes of all ranks, builds and shards its
     model, calls `symmplan.fsdp.apply` or ``torch.compile(backend="symmplan")``, and runs a step or
