@@ -145,7 +145,7 @@ def _facts(plan: Plan, advice: tuple[Any, ...]) -> list[tuple[str, str, str]]:
     free = len(plan.unplanned) - missed
     saves = max((a.saves for a in advice), default=0)
     pieces = sum(a.saves > 0 and a.kind != "total" for a in advice)
-    told = "nothing known" if advice else "not asked"
+    told = "no change found" if advice else "not computed"
     if pieces:
         told = count(pieces, "change")
     saved = f"{plan.unshared_bytes / plan.peak_bytes:.1f} x peak" if plan.peak_bytes else ""

@@ -343,7 +343,7 @@ function axis(p, c, top) {
     line(c, css("--line"), p.x(tick), top, p.x(tick), top + 4);
     put(number(tick), p.x(tick), top + 6);
   }
-  put(p.plan.clock ? "time, as the program gave it" : "operations, in one order of the program", LEFT + p.inner() / 2, top + 22);
+  put(p.plan.clock ? "time of the problem" : "operations, in one order of the program", LEFT + p.inner() / 2, top + 22);
 }
 function told(c, text) {  // over a picture, at its top
   c.fillStyle = css("--back"); c.fillRect(LEFT, TOP, text.length * CHAR + 12, 18);

@@ -184,7 +184,7 @@ plans.forEach((plan, i) => {
   const saving = plan.advice.filter((a) => a.saves > 0), peaks = plan.advice.filter((a) => a.kind === "peak");
   const total = Math.max(0, ...saving.map((a) => a.saves));
   addTable(`What would save bytes${of}`, saving.length ? `up to ${size(total)} of ${size(plan.segments.reduce((n, s) => n + s.nbytes, 0))}` :
-    plan.advice.length ? "nothing is known that would" : "not asked of so many buffers: plan.advice() says it", [...saving, ...peaks], [
+    plan.advice.length ? "no change was found" : "not computed for so many buffers; plan.advice() computes it", [...saving, ...peaks], [
     amount("saves", (a) => a.saves, (a) => (a.saves ? size(a.saves) : "peak")), text("change", (a) => a.text, { wrap: true }),
     text("buffers", (a) => a.buffers.map((n) => plan.named.get(n) || n).join(", "), { wrap: true }),
   ], false);
@@ -209,7 +209,7 @@ plans.forEach((plan, i) => {
     text("reason", (u) => u.reason, { wrap: true }),
   ];
   addTable(`Left out${of}`, missed.length ? `${number(missed.length)} declared tensors that symmetric memory would have served` :
-    "nothing: every tensor that must be symmetric is placed", missed, left, false);
+    "nothing: every tensor that needs symmetric memory has a place", missed, left, false);
   if (free.length) addTable(`Need not be symmetric${of}`, `${number(free.length)} declared tensors that may lie anywhere: nothing is lost`, free, left, false);
 });
 $("summary").open = false;
