@@ -189,7 +189,7 @@ def test_a_notebook_shows_and_saves_the_picture(browser):
 def test_a_simulation_shows_its_plans(browser, scheme):
     ordinary = Ordinary(1, 2, 3, 4)
     done = Collective("<b>", 3, 4096, "0", 2, "ordinary")
-    report = SimulationReport(2, 0, "shm", (layered(),) * 2, 1, 1, ordinary, (done,))
+    report = SimulationReport(2, 0, "shm", (layered(),) * 2, 1, 1, ordinary, 9, (done,))
     page = browser.new_page(color_scheme=scheme, viewport={"width": 390, "height": 3000})
     errors = []
     page.on("pageerror", lambda error: errors.append(str(error)))
