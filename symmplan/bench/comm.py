@@ -120,7 +120,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _choices(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """What FSDP2's collectives of some sizes run as, over all ranks."""
+    """The algorithms of FSDP2's collectives of some sizes, over all ranks."""
     import torch
     import torch.distributed as dist
 

@@ -131,7 +131,7 @@ def _inductor(given: str) -> tuple[str, Any]:
 
 
 def _joined(ranks: list[dict[str, Any]], dtype: str) -> dict[str, Any]:
-    """What all ranks measured of one case, as one row."""
+    """The measurements of all ranks of one case, as one row."""
     ms = timing.median_ms(timing.slowest([r["steps"] for r in ranks]))
     compiles = timing.slowest([r["compiles"] for r in ranks])
     compile_s = {side: round(min(times), 3) for side, times in compiles.items()}
@@ -172,7 +172,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _measure(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """What one rank measures of all cases."""
+    """The measurements of one rank of all cases."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 

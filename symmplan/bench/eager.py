@@ -1,14 +1,14 @@
 """Time what an eager session costs the host, and collectives with and without one.
 
-``host``: what the host does for one call, until that returns, in microseconds. One rank by default
-and a small tensor: nobody waits for a peer, and hardly a byte is moved, on either side. What is
-left is bookkeeping: torch's and the process group's in ``plain``, the program as torch runs it;
-torch's and symmplan's in ``session``, the same program in a frozen session. ``placed`` is the op
-that runs there, called by hand on a placement. The best of alternating rounds counts, of groups of
-calls that are short beside a turn of the processor; ``overhead`` is what ``session`` takes longer
-than ``plain``. Where the program does not make an argument in its placement, a copy is part of
-that: ``copies`` is what such a copy takes by hand. With more ranks, ``session`` in shared memory
-waits for the peers in each call.
+``host``: what the host does for one call, until that returns, in microseconds. By default there is
+one rank and a small tensor, so that no side waits for a peer or moves many bytes. The rest is
+bookkeeping: of torch and the process group in ``plain``, the program as torch runs it; of torch and
+symmplan in ``session``, the same program in a session that has a plan. ``placed`` is the op that
+runs there, called by hand on a placement. The best of alternating rounds counts; a round is a group
+of calls that is short compared with a time slice of the processor. ``overhead`` is the difference
+of ``session`` and ``plain``. If the program does not make an argument in its placement, a copy is
+part of it: ``copies`` is the time of such a copy by hand. With more ranks, ``session`` in shared
+memory waits for the peers in each call.
 
 ``messages``: what one all-reduce of so many bytes takes together with the op that writes them, as
 torch runs it and in a session; on CUDA also as CUDA graphs. The median of alternating rounds of the

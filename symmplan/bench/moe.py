@@ -281,7 +281,7 @@ def _counts(tokens: int, size: int, generator: torch.Generator) -> torch.Tensor:
 
 
 class _Plain:
-    """What programs do without symmplan."""
+    """The exchange of programs without symmplan."""
 
     def routes(self, counts: torch.Tensor) -> tuple[list[int], list[int]]:
         import torch

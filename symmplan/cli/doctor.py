@@ -1,12 +1,12 @@
-"""Say what this machine and this torch can do, and what to fix.
+"""Print what this machine and this torch can do, and what to fix.
 
-Each line is ok, missing (something optional is off) or fix (symmplan's CPU path needs it). With a
-line that says fix the exit code is 1. The last part is what symmplan takes of torch's private
-names: what rests on each seam, and whether this torch has it.
+Each line says ok, missing (an optional feature is off) or fix (CPU ranks need it). If a line says
+fix, the exit code is 1. The last part lists the private names of torch that symmplan uses: what
+rests on each, and whether this torch has it.
 
     torchrun --nproc-per-node 2 -m symmplan doctor --group
 
-says what these processes are to each other, and how each collective can run between them.
+prints how these processes are connected, and how each collective can run between them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is told of wrong options, of files and of programs that fail."""
+"""Messages about wrong options, about files and about programs that fail."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def meant(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
 
 
 def unusable(error: OSError) -> CommandError:
-    """What is wrong with a file, and what mends it."""
+    """The error for a file that cannot be used, with its fix."""
     name = Path(str(error.filename or "a file"))
     folder = name.absolute().parent
     if isinstance(error, FileNotFoundError):
@@ -79,13 +79,14 @@ def _why_not_written(path: Path) -> int | None:
 
 
 def program_error(error: Exception) -> CommandError | None:
-    """What is wrong with the user's program that a command runs.
+    """The error for a user's program that a command runs and that failed.
 
     Args:
-        error: What the command ended with.
+        error: The error that ended the command.
 
     Returns:
-        What is told; None if the error is symmplan's own, which is a bug and needs its traceback.
+        The error to show; None if the error is symmplan's own, which is a bug and needs its
+        traceback.
     """
     if isinstance(error, SyntaxError):
         own = [f"{error.filename}:{error.lineno}"]

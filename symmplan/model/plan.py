@@ -105,15 +105,15 @@ class Barrier:
 
 @frozen
 class Demotion:
-    """Collectives of one kind and size that gave up symmetric bytes.
+    """Collectives of one kind and size that a budget demoted.
 
     Attributes:
-        what: Which, for people.
-        calls: How many, in what was captured.
+        what: Their name, for people.
+        calls: How many of them the captured program has.
         nbytes: Size of one of them in bytes.
         before: How they would run without a budget.
         after: How they run.
-        seconds: What that costs for all of them, as it was measured; None if it was not.
+        seconds: Measured slowdown of all of them together; None without a measurement.
     """
 
     what: str
@@ -126,12 +126,12 @@ class Demotion:
 
 @frozen
 class Budget:
-    """What it cost a plan to keep to a budget.
+    """The demotions by which a plan keeps to a budget.
 
     Attributes:
-        capacity: Bytes that all segments were allowed to take together.
-        wanted_bytes: What they would have taken.
-        demotions: Who gave up bytes, first who did so first.
+        capacity: Bytes that all segments may take together.
+        wanted_bytes: Bytes that they would have taken without a budget.
+        demotions: The demoted collectives, in the order in which they were demoted.
     """
 
     capacity: int
@@ -145,7 +145,7 @@ class Alternative:
 
     Attributes:
         unsharded_modules: How many modules' unsharded parameters have bytes at once.
-        problem: What the program needs then.
+        problem: The program's problem then.
         parameters: Names of the buffers that are the parameters themselves; see
             `symmplan.planner.parameters`.
     """
@@ -163,7 +163,7 @@ class Plan:
         problem: The problem it solves, kept so that the plan can be checked and drawn.
         segments: The symmetric allocations, in canonical order.
         placements: ``{buffer name: Placement}``, in canonical order.
-        barriers: What must be run besides the program. See [Note: peers count].
+        barriers: The barriers that must run besides the program. See [Note: peers count].
         effort: ``"fast"`` or ``"optimal"``.
         optimal: Whether ``peak_bytes`` is proven minimal: it equals ``lower_bound_bytes``.
         search: How the search for fewer bytes ended: ``"complete"``, nothing was left to try
@@ -313,7 +313,7 @@ class Plan:
         return plan_frame(self)
 
     def advice(self) -> tuple[Any, ...]:
-        """What would save bytes, largest saving first; each piece verified by planning again.
+        """Changes that save bytes, the largest saving first, each verified by planning again.
 
         They are `symmplan.planner.advice.Advice`.
         """

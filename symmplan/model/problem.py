@@ -1,4 +1,4 @@
-"""What a program needs: `Problem`, its buffers, its operations, and who touches what."""
+"""A program's needs: `Problem`, its buffers, its operations and their accesses."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class Problem:
     """What a program does with the tensors that must be symmetric.
 
     Attributes:
-        buffers: What has to be placed.
+        buffers: The tensors to be placed.
         operations: The steps; see [Note: happens-before].
         accesses: Which operation touches which buffer.
         edges: Pairs ``(earlier, later)`` of operation names, beyond the order of streams.

@@ -82,7 +82,7 @@ def advise(plan: Plan) -> tuple[Advice, ...]:
 
 
 def _total(plan: Plan, found: list[Advice]) -> Iterator[Advice]:
-    """What several pieces of advice save when all are followed; no sum, as they may overlap."""
+    """The saving of several pieces of advice together; no sum, as they may overlap."""
     from symmplan.planner.plan import plan as replan
 
     if len(found) < 2:
@@ -244,7 +244,7 @@ def _known(plan: Plan) -> Iterator[Advice]:
 
 
 def _unsharded_modules(plan: Plan) -> Iterator[Advice]:
-    """What fewer unsharded modules would save, and more would cost."""
+    """The saving of one unsharded module less, and the cost of one more."""
     alive, peak = plan.unsharded_modules or 0, plan.peak_bytes
     for other in plan.alternatives:
         needs = plan_with_parameters(other.problem, other.parameters, plan.effort).peak_bytes

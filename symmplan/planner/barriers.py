@@ -1,15 +1,16 @@
 """Which barriers a plan needs because peers touch the bytes. See [Note: peers count].
 
-What needs them is found in `symmplan.planner.needs`. They are added as late as possible, right
-before the later use, in the canonical order: on one chain and for one group that gives the fewest
-barriers there are.
+`symmplan.planner.needs` finds the uses that need them. They are added as late as possible, right
+before the later use, in the canonical order. On one chain and for one group no plan has fewer
+barriers.
 
 [Note: levels]
-    A table for each path holds, where the program is, how many operations of each chain are over
-    at its end: on all ranks that its last group leads to this rank. The table of the empty path is
-    the order itself. A meeting raises a path's table to what its beginning's table was when the
-    meeting began: that is what asynchronous calls need, whose meeting begins at their start and
-    has happened only at their end. One more column stands for the whole run before this one.
+    At each point of the program a path has a table: how many operations of each chain are over at
+    the path's end, that is, on all ranks from which its last group leads to this rank. The table of
+    the empty path is the order itself. A meeting raises a path's table to the table of the shorter
+    path at the time when the meeting began. Asynchronous calls need this, because their meeting
+    begins at their start and is over only at their end. One more column stands for the whole
+    previous run.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Plans that keep to a budget: which collectives give up symmetric bytes, and what that costs.
+"""Plans that keep to a budget: which collectives are demoted, and what that costs.
 
 [Note: demotions]
-    A plan that takes more bytes than there are is made again with one kind of collective in an
-    algorithm that takes fewer: copy engine or push, then symmetric, then ordinary. The kind that
-    is demoted is the one that costs the fewest seconds for each byte that this frees at the moment
-    when most bytes are live; this goes on until the plan fits. Then each that was demoted is tried
-    once more, the dearest first: what a later one has freed may be room for it.
+    If a plan takes more bytes than there are, one kind of collective gets an algorithm that takes
+    fewer bytes, and the program is planned again: copy engine or push become symmetric, and
+    symmetric becomes ordinary. The planner demotes the kind with the smallest slowdown per byte
+    freed at the peak, until the plan fits. Then it tries each demoted kind once more, the one with
+    the largest slowdown first, because later demotions may have freed enough bytes for it.
 
-    Seconds are those that were measured. Where nothing was, a collective is taken to save seconds
-    in proportion to its bytes, so that bytes which are used seldom go first: of two buffers, the
-    one that serves fewer bytes of collectives in a step. Ops that need symmetric memory go last.
+    Slowdowns are measured. Without a measurement a collective is assumed to gain seconds in
+    proportion to its bytes. So bytes that are used rarely are freed first: of two buffers, the one
+    that serves fewer bytes of collectives in a step. Ops that need symmetric memory are demoted
+    last.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Demotable:
         algorithm: How they run.
         calls: How many there are.
         nbytes: Bytes of one of them.
-        buffers: What they have in the plan.
+        buffers: Their buffers in the plan.
         less: ``{another algorithm: share of the bytes that it still takes}``, most first.
         seconds: ``{algorithm: seconds of one of them}``; empty if nothing was measured.
         needed: Whether it is an op that needs symmetric memory.

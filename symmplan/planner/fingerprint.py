@@ -1,4 +1,4 @@
-"""What ranks compare: a hash of the plan, or of what peers see of it.
+"""Hashes that ranks compare: of the plan, or of the part that peers see.
 
 [Note: fingerprint]
     SHA-256 of canonical JSON that holds the program (operations in canonical order with stream,
@@ -6,21 +6,22 @@
     alignment, pin, flags) and the decisions (segments, placements, barriers).
 
     Process groups appear as numbers by first use, because the same program runs over differently
-    named groups on different ranks of a mesh. What is shown to people (op, stack, where, shape,
-    label), what was left out, and bounds and their proofs do not count: they do not change a byte.
+    named groups on different ranks of a mesh. Fields for people (op, stack, where, shape, label),
+    tensors that were left out, and bounds and their proofs do not count, because they change no
+    byte.
 
     The fingerprint of an unchanged program changes only when offsets, barriers or this note
     change; such a change raises ``SCHEME`` or is a *Plan format* entry in the change log.
 
 [Note: what peers see]
     Ranks meet in the operations that have a group and in barriers, and they touch each other's
-    bytes where an access is remote. What a rank does on its own between two meetings no peer can
-    see, and its own plan keeps that clear of what peers do. So two plans fit together if these are
-    equal: the segments; the operations that meet or touch peers' bytes, in order; where the bytes
-    lie that they touch; and the barriers between them.
+    bytes where an access is remote. Peers cannot see what a rank does alone between two meetings,
+    and the rank's own plan keeps that apart from the peers' accesses. So two plans fit together if
+    these are equal: the segments; the operations that meet or touch peers' bytes, in order; where
+    the bytes lie that they touch; and the barriers between them.
 
-    Names are numbers here. A graph that is compiled again calls its operations something else, and
-    may do its own work in others: for a smaller batch, for a size that became dynamic.
+    Names are numbers here. A graph that is compiled again has other names for its operations, and
+    may have other operations of its own, as for a smaller batch or a size that became dynamic.
 """
 
 from __future__ import annotations

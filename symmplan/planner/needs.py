@@ -1,14 +1,15 @@
-"""Which uses of bytes need the ranks to meet in between. See [Note: peers count].
+"""Finds the uses of bytes between which ranks must meet. See [Note: peers count].
 
 [Note: needs]
-    Of two accesses of common bytes the calls are ordered on every rank, which says nothing about
-    peers. Whoever touches rank r's bytes in the earlier call is done when *its* call has ended, or
-    r's, or all, by the facts; the later call's access begins after its maker's start, or r's, or
-    all. What is missing is a *path*: over the earlier buffer's group, from the peers that may still
-    be at it to r; then over the later buffer's group, from r to the peers that may be at it
-    already. One meeting of a group leads from everybody to everybody, so two steps over one group
-    are one. A *need* (a, b, path) asks for meetings that lead along the path, each begun behind
-    the end of the one before, the first behind a, the last ended before b.
+    Two calls that access common bytes are ordered on every rank, but this says nothing about peers.
+    An access to rank r's bytes in the earlier call is over when the accessing rank's call has
+    ended, or r's call, or the calls of all ranks, depending on the facts. An access of the later
+    call begins after the start of the accessing rank, of r, or of all ranks. The order between the
+    two needs a *path*: over the earlier buffer's group, from the peers that may still access it to
+    r; then over the later buffer's group, from r to the peers that may access it already. One
+    meeting of a group leads from every rank to every rank, so two steps over one group are one. A
+    *need* (a, b, path) asks for meetings along the path. Each begins after the end of the previous
+    one, the first after a, and the last ends before b.
 
     Needs are between an item's own accesses, one of them a write; between those of an item and the
     next that has its bytes (a byte's users are totally ordered, and each touches it here, so the

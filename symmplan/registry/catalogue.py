@@ -24,11 +24,11 @@ NOT_CATALOGUED = "not catalogued: new in this torch"
 
 @frozen
 class Entry:
-    """What is said of one op.
+    """The entry of one op.
 
     Attributes:
         op: Qualified name with overload.
-        spec: What is declared of it, or None.
+        spec: Its declaration, or None.
         note: For people: what to know, or why nothing is declared.
         known: Whether somebody decided about it: False for an op that a new torch brought, and for
             a declaration that does not fit its op.
@@ -70,7 +70,7 @@ def _of_groups() -> frozenset[str]:
 
 
 def spec_of(schema: Schema) -> OpSpec | None:
-    """What the catalogue declares of an op, or None.
+    """The catalogue's declaration of an op, or None.
 
     A row that does not fit the schema of this torch counts as no row: an argument that a new torch
     renames must not break a program that never asked for symmetric memory. `entry_of` tells.

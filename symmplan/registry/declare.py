@@ -199,7 +199,7 @@ def symm_args(
 
 
 def requirements(op: OpRef) -> OpSpec | None:
-    """What is declared for an op, by a user, by symmplan's catalogue or by torch; else None.
+    """The declaration of an op, by a user, symmplan's catalogue or torch; None if none.
 
     A name without overload, or a packet, asks for ``.default``, or for the first declared overload
     where that one is not declared.

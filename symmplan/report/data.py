@@ -25,7 +25,7 @@ __all__ = ["drawing", "live_ranges", "plan_facts", "topological"]
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
-    """What a plan decided, in numbers, as under every command's ``--json``. Sizes are bytes.
+    """The decisions of a plan in numbers, as under every command's ``--json``. Sizes are bytes.
 
     This is a summary: `Plan.to_json` writes the plan itself.
     """

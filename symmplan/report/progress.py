@@ -1,4 +1,4 @@
-"""What a command is doing, on stderr, while it runs."""
+"""The progress of a command, on stderr."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def _saving(plan: Plan) -> str:
 
 
 def _budget_lines(plan: Plan) -> list[str]:
-    """Who gave up symmetric bytes, and what that costs."""
+    """The demoted collectives, and the cost."""
     budget = plan.budget
     if budget is None:
         return []
@@ -132,7 +132,7 @@ def _segment_lines(plan: Plan) -> list[str]:
 
 
 def _placed_lines(plan: Plan) -> list[str]:
-    """What is placed, those of one op and role together."""
+    """The placed tensors, those of one op and role together."""
     alike: dict[tuple[str, str], list[int]] = {}
     for buffer in plan.problem.buffers:
         if buffer.op and buffer.op != _KEPT and buffer.name in plan.placements:

@@ -88,7 +88,7 @@ class Answer:
 
 
 def _costs(plan: Plan) -> list[Answer]:
-    """What a plan gave up for its budget."""
+    """The demotions of a plan's budget."""
     budget = plan.budget
     if budget is None:
         return []

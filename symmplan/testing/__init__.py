@@ -1,6 +1,7 @@
 """Checks for authors of ops and of planners: declarations, strategies, oracles, a conformance kit.
 
-What draws random problems needs Hypothesis, which the extra ``test`` installs; all else does not.
+Drawing random problems needs Hypothesis, which the extra ``test`` installs. Everything else does
+without.
 
 >>> from symmplan.planner import plan
 >>> from symmplan.testing import check_packer

@@ -5,12 +5,12 @@
     it began and ended a call, and when it touched which bytes of whom, by one clock that all
     processes of the machine share. In each call one rank is late: before it begins, or before each
     access of a peer's bytes; it goes on when the others have ended the call, or when nothing has
-    moved for a while, because they wait for it. So whoever does not wait runs ahead, and what it
-    does then contradicts the declaration: a fact. That no call contradicted a fact is no proof, but
-    an op that waits waits in every schedule.
+    moved for a while, because they wait for it. So a rank that does not wait runs ahead, and its
+    accesses then contradict a declared fact. A fact that no call contradicted is not proven, but an
+    op that waits does so in every schedule.
 
-    Accesses are seen as by the race detector (`symmplan.runtime.watching`): those of ops that an
-    op calls. What a kernel does with bare pointers is not seen.
+    Accesses are seen as by the race detector (`symmplan.runtime.watching`): those of ops that an op
+    calls. Accesses of kernels through bare pointers are not seen.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _OF_RELEASE = ("release", "synchronizes", "releases")
 
 @frozen
 class Contradiction:
-    """What a fact cannot be reconciled with.
+    """An observation that contradicts a fact.
 
     Attributes:
         text: What happened.

@@ -42,7 +42,7 @@ _Delay = tuple[int, bool] | None
 
 @frozen
 class Job:
-    """What the ranks are asked to do.
+    """The job of the ranks.
 
     Attributes:
         op: Qualified name of the op, with overload.
@@ -94,12 +94,12 @@ class RankCall:
 
 
 def run_rank(rank: int, ranks: int, job: Job, progress: str) -> list[RankCall]:
-    """What this rank did, call by call.
+    """The accesses of this rank, call by call.
 
     Args:
         rank: This one.
         ranks: How many there are.
-        job: What they are asked to do.
+        job: Their job.
         progress: A file that they share: 8 bytes for the steps of each, then for its ended calls.
 
     Collective: yes.

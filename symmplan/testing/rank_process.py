@@ -30,7 +30,7 @@ __all__ = ["Life", "RankError", "mark", "root_of", "serve"]
 
 @frozen(kw_only=True)
 class Life:
-    """What all ranks of a pool are told.
+    """The settings of all ranks of a pool.
 
     Attributes:
         init: Backend of the default process group, ``"gloo"`` or ``"nccl"`` (a device for each
@@ -107,7 +107,7 @@ def mark(where: str, part: float = 0.0) -> None:
     """Let the parent know what this rank does next; nothing in a process that is no rank.
 
     Args:
-        where: What it does, for people.
+        where: Note what this rank does now, for people.
         part: How much of all its work is done, from 0 to 1; 0 if that is not known.
     """
     if PROCESS.parent is not None:

@@ -120,7 +120,7 @@ class RankPool:
         timeout: Seconds that one call may take.
         grace: Seconds that the others get when a rank has failed; None: all that is left.
         progress: Is told the marks of rank 0, which speaks for all, and that time goes by.
-        life: What ranks are told, as fields of `symmplan.testing.rank_process.Life`.
+        life: Settings of the ranks, as fields of `symmplan.testing.rank_process.Life`.
     """
 
     def __init__(
@@ -412,7 +412,7 @@ def _advice(outcome: RankOutcome) -> str:
 
 @contextlib.contextmanager
 def _no_garbage() -> Iterator[None]:
-    """What is forked must not collect its parent's garbage before it has put that aside."""
+    """A forked child must not collect its parent's garbage before it has put that aside."""
     collects = gc.isenabled()
     gc.disable()
     try:

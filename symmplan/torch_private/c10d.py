@@ -182,7 +182,7 @@ _METHODS = {
 
 
 def starter_of(op: Any, given: Mapping[str, Any], *, asynchronous: bool) -> Callable[..., Any]:
-    """What makes a functional collective as torch.distributed does, which gets a work to wait for.
+    """A function that makes a functional collective and returns a work, as torch.distributed does.
 
     Args:
         op: The collective, of those that write a given tensor.

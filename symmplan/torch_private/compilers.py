@@ -114,7 +114,7 @@ def decompose(gm: Any, mode: Any) -> None:
 
 
 def _metadata() -> Any:
-    """What AOTAutograd knows of the graph that it compiles now, or None."""
+    """AOTAutograd's metadata of the graph that it compiles now, or None."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()

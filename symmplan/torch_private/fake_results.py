@@ -1,10 +1,10 @@
 """Results of ops on fake tensors, remembered.
 
 [Note: remembered results]
-    torch remembers what an op on fake tensors gives, and takes 0.3 ms to look it up and make it
-    again, of which a simulated step has a hundred thousand. What torch found in its memory is
-    remembered here, by a key that holds what torch's does, and made again in a tenth of the time.
-    What torch does not remember, because it depends on more than sizes, is left to torch.
+    torch caches the results of ops on fake tensors. A look-up takes 0.3 ms, and a simulated step
+    has a hundred thousand of them. This module caches the results that torch found in its cache, by
+    a key with the same contents, and makes them again in a tenth of the time. Results that torch
+    does not cache, because they depend on more than sizes, are left to torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A world that is not there: fake process groups, meshes and tensors."""
+"""A simulated world: fake process groups, meshes and tensors."""
 
 from __future__ import annotations
 

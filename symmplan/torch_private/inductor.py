@@ -1,31 +1,32 @@
-"""Inductor: its passes and its code, and what must not happen to a graph that follows a plan.
+"""Inductor: its passes and its code, and settings that would break a graph that follows a plan.
 
 [Note: wrapped ops]
     Overlap scheduling (``aten_distributed_optimizations``) moves collectives and matrix products in
     the graph, and then wraps each in a higher-order op that also takes what must come before it, so
     that the order survives what follows. A collective inside such an op could be neither placed nor
-    waited for by itself. So they are all taken out again where they stand, and nothing is moved
-    after that: their order is the graph's.
+    waited for by itself. So all of these ops are unwrapped where they stand, and nothing is moved
+    afterwards: their order is the order of the graph.
 
 [Note: reordering]
     With ``reorder_for_compute_comm_overlap``, Inductor moves collectives and waits after its graph
-    is lowered, so after it was planned. That is right as long as they stay behind the readers of
-    the bytes that they write. Some of those passes look only at who needs whose result, and take
-    such a reader for a mere hint; for rewritten graphs it counts.
+    is lowered, so after it was planned. That is right as long as they stay after the readers of the
+    bytes that they write. Some of those passes look only at data dependencies and may ignore such
+    readers. For rewritten graphs the readers count as dependencies.
 
 [Note: kernels are not tuned on segments]
     The first time that a Triton kernel with several configurations runs, Inductor times them on the
-    real arguments. What the kernel writes it saves before and puts back after, and that is not the
-    placement but the whole tensor that the placement is a view of: the segment, into which peers
-    write meanwhile. Gathers of the first step were lost that way (four H200, torch 2.11). So
-    kernels of rewritten graphs get one configuration. Templates of matrix products are tuned on
-    tensors of their own, and still are.
+    real arguments. It saves the tensors that the kernel writes and restores them afterwards. For a
+    placement that is the whole tensor of which it is a view: the segment, into which peers write
+    meanwhile. Gathers of the first step were lost in this way (four H200, torch 2.11). So kernels
+    of rewritten graphs get one configuration. Templates of matrix products are tuned on tensors of
+    their own, and still are.
 
 [Note: order between kernels is kept]
-    That one kernel overwrites what another has read or written is a dependency that the scheduler
-    adds to nodes by hand. To fuse loops of different sizes into one C++ kernel it computes a node's
-    dependencies anew, and in torch 2.11 forgot those: a copy into a placement moved in front of the
-    last use of what was there. So they are put back where they are missing.
+    If a kernel overwrites bytes that another one has read or written, the scheduler adds that
+    dependency to the nodes by hand. When it fuses loops of different sizes into one C++ kernel it
+    computes a node's dependencies anew, and torch 2.11 forgets the added ones. A copy into a
+    placement then moved before the last use of the old bytes. So symmplan adds the missing
+    dependencies again.
 """
 
 from __future__ import annotations

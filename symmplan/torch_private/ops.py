@@ -1,4 +1,4 @@
-"""What torch makes of ops: classes of the objects that are called, and trees of their arguments."""
+"""Torch's ops: classes of the objects that are called, and trees of their arguments."""
 
 # ruff: noqa: F401 (they are here for who asks)
 

@@ -1,12 +1,12 @@
-"""What symmplan takes of torch's private names, what rests on it, and whether it is there.
+"""Torch's private names that symmplan uses: what rests on each, and whether torch has it.
 
 [Note: seams]
-    A seam is a place where symmplan leans on what torch does not promise to keep. Each is a row of
-    `symmplan.torch_private.table`, which says what rests on it. Whoever starts something (compiles
-    a graph, opens a session, applies FSDP2) first calls `require`, for the rows that carry
-    correctness: if a torch has lost one of them, that is an error and never a silence. What only
-    speed or reports rest on is asked for where it is used, and done without. Modules that take
-    names from torch when they are imported require their rows before that.
+    A seam is a place where symmplan relies on a name that torch may change. Each is a row of
+    `symmplan.torch_private.table`, which says what rests on it. Every entry point (compiling a
+    graph, opening a session, applying FSDP2) first calls `require` for the rows on which
+    correctness rests. If torch lacks one of these, that is an error, never a silent change. Rows on
+    which only speed or reports rest are asked for where they are used, and symmplan can do without
+    them. Modules that take names from torch when they are imported require their rows before that.
 
     Torch's attributes are replaced by `Seam.replaced`, which puts them back; where that cannot be
     (what is replaced stays for as long as a session or a handle), ``undone`` says when.

@@ -36,10 +36,10 @@ class Option:
 
     Attributes:
         name: As in Python.
-        help: What it is; defaults are added.
+        help: Its help text; defaults are added.
         cpu: The default.
         cuda: The default on CUDA devices, if it is another.
-        more: What else argparse is told; ``flag`` and ``also`` are other words for it.
+        more: Other arguments for argparse; ``flag`` and ``also`` are other words for the option.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Option:
 def add_options(
     parser: argparse.ArgumentParser, options: Iterable[Option], *, ranks: int = 2, timeout: float
 ) -> None:
-    """What every benchmark that starts ranks has, and its own options."""
+    """Add the options of every benchmark that starts ranks, and its own options."""
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default cpu)")
     add("--ranks", type=count_of, default=ranks, help=f"processes to start (default {ranks})")
@@ -80,7 +80,7 @@ def _described(option: Option) -> str:
 
 
 def settings_of(args: argparse.Namespace, options: Iterable[Option]) -> dict[str, Any]:
-    """What ranks need to know, as plain data: what was said, and the defaults of what was not."""
+    """The settings of ranks, as plain data: the given options, and defaults for the others."""
     cuda = args.device == "cuda"
     found: dict[str, Any] = {"device": args.device, "ranks": args.ranks}
     for option in options:
@@ -121,8 +121,8 @@ def measured(
         connect: Whether NCCL connects at once; see `symmplan.testing.ranks.RankPool`.
 
     Returns:
-        What every result begins with: the command, the settings, the machine; and what each rank
-        returned.
+        The head of the result (the command, the settings, the machine), and the result of each
+        rank.
 
     Raises:
         CommandError: There are fewer devices than ranks.
@@ -248,9 +248,9 @@ def compared(
     """The result of a comparison of sides: a row for all ranks each.
 
     Args:
-        about: What the result begins with.
+        about: The head of the result.
         ranks: ``rows`` of each, with ``seconds`` by side and whether results are ``equal``.
-        row: What else is in a row, of the rounds of the slowest rank by side.
+        row: Makes the other fields of a row, from the rounds of the slowest rank by side.
     """
     rows = []
     for found in zip(*(rank["rows"] for rank in ranks), strict=True):
@@ -262,7 +262,7 @@ def compared(
 
 
 def choice_lines(choices: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What was measured of each kind and size of collective."""
+    """A line for each kind and size of collective that was measured."""
     return [
         f"{c['op'].rpartition('::')[2]} of {c['nbytes']:,} bytes: {c['algorithm']}, of "
         + ", ".join(f"{algorithm} {s * 1e6:.0f} us" for algorithm, s in c["seconds"].items())

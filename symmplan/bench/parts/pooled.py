@@ -1,10 +1,10 @@
-"""What FSDP2's own symmetric memory does, also for a torch that lacks it, to compare with.
+"""FSDP2's own symmetric memory, for a comparison; also for a torch that lacks it.
 
-Every buffer comes from torch's pool for symmetric memory, which gives whole blocks and never
-splits them, and every call rendezvouses; a block that the group has not met is registered then, in
-the middle of the step. All-gathers only, which is what FSDP2 does unless reductions are plain
-sums: symmetric reduce-scatters are slower without multicast, and their outputs, the sharded
-gradients, would stay in the pool until ``zero_grad``.
+Every buffer comes from torch's pool for symmetric memory, which gives whole blocks and never splits
+them, and every call rendezvouses; a block that the group has not met is registered then, in the
+middle of the step. Only all-gathers use it, as in FSDP2 unless reductions are plain sums: symmetric
+reduce-scatters are slower without multicast, and their outputs, the sharded gradients, would stay
+in the pool until ``zero_grad``.
 
 Source: SymmMemAllocMixin and SymmMemAllGather in torch/distributed/fsdp/_fully_shard/
 _fsdp_collectives.py (torch 2.13).

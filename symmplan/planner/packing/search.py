@@ -1,11 +1,11 @@
 """Complete search for a packing no higher than a target.
 
 [Note: search]
-    The idea is that of Moffitt, "MiniMalloc" (ASPLOS 2023): if a packing exists, then one exists
-    in which no item can be lowered, so items can be placed by ascending offset, each resting on
-    what lies below it. What is decided here, one node after the other: of the items that could be
-    placed lowest, does the preferred one go there, or not? "Not" bars it until a neighbour placed
-    later lifts it. A node is given up as soon as
+    The idea is that of Moffitt, "MiniMalloc" (ASPLOS 2023): if a packing exists, then one exists in
+    which no item can be lowered, so items can be placed by ascending offset, each resting on what
+    lies below it. Each node decides one question: of the items that could be placed lowest, does
+    the preferred one go there, or not? "Not" bars it until a neighbour placed later lifts it. A
+    node is given up as soon as
 
     * a section needs more room above its lowest unplaced item than the target leaves,
     * an item could have been placed wholly below the current offset, so the packing could be

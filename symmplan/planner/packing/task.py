@@ -1,9 +1,9 @@
 """A packing task, its answer, and what a search looks up of a task.
 
 [Note: sections]
-    A section is a set of items that are live at one instant of a linear extension, so they
-    conflict pairwise; only sections that no other contains are kept. Whatever else happens, above
-    the lowest place that a section's unplaced items may take there must be room for all of them.
+    A section is a set of items that are live at one instant of a linear extension, so they conflict
+    pairwise; only sections that no other contains are kept. So in any packing there must be room
+    for all unplaced items of a section above the lowest place that they may take.
 """
 
 from __future__ import annotations

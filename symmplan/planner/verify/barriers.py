@@ -1,10 +1,10 @@
 """Is every use of bytes that peers touch ordered with theirs? See [Note: peers count] in the model.
 
-The program is written down twice in a row, with the plan's barriers as operations of their own. In
-it, for every two accesses that need an order, one asks *who must have been heard of*: first the
-peers that may still be at the earlier access, then those that may be at the later one already. A
-chain of hearsay is followed through the meetings of one group after the other: a table says, for
-each operation, up to where each stream was over when what this rank has heard of was said.
+The check takes the program twice in a row, with the plan's barriers as operations. For every two
+accesses that need an order it asks *from whom this rank must have heard*: first from the peers that
+may still be in the earlier access, then from those that may be in the later one already. It follows
+the news through the meetings of one group after the other: for each operation, a table says how far
+each stream had come when the news that this rank has was sent.
 """
 
 from __future__ import annotations

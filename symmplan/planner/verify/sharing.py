@@ -1,10 +1,10 @@
-"""Who shares bytes, and may they?
+"""Checks that buffers that share bytes may do so.
 
 [Note: users of a byte]
     Users are visited in the order in which they start in a linear extension, and a map from bytes
     to their latest user is kept. The users of a byte must be totally ordered, so it is enough that
     each comes entirely after the one before it: if two of them conflict, one of the steps between
-    them fails. That makes the check as long as the plan, not as the number of its pairs.
+    them fails. So the check takes time in proportion to the plan, not to the number of pairs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What needs no notion of time: names, sizes, alignments, and who uses the bytes."""
+"""Checks that need no notion of time: names, sizes, alignments, and use of the bytes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The explorer: runs tiny programs in every order that their calls allow.
 
-`machine` takes small steps in every order that matters, `behaviours` says what calls do as such
-steps, `program` turns tiny programs into threads and says what was found. None of them knows how
-plans are made or checked.
+`machine` takes small steps in every order that matters. `behaviours` says which steps a call
+consists of. `program` turns tiny programs into threads and reports the result. None of these
+modules knows how plans are made or checked.
 """

@@ -1,15 +1,15 @@
-"""What calls do to memory: which rank touches whose bytes, and for whom it waits before and after.
+"""How calls access memory: which rank touches whose bytes, and for whom it waits.
 
 [Note: parts]
-    A call is cut into parts that run at any time, in any order, between its start and its end on
-    the rank that runs them, but for what a part itself waits for. So nothing is promised by an
-    order in which some implementation happens to do things.
+    A call consists of parts. They run at any time and in any order between the call's start and its
+    end on their rank, except that a part may wait for others. So the model relies on no order in
+    which some implementation happens to work.
 
 [Note: doors]
-    Few habits keep accesses of different ranks apart. With a *handshake* every part waits until all
-    ranks of the group have started. A behaviour that *enters* lets a part wait until those peers
-    have started whose bytes it touches. One that *releases* lets a rank's end wait for the parts
-    that touch its bytes; with a *release* it waits for all parts.
+    Four rules order accesses of different ranks. With a *handshake* every part waits until all
+    ranks of the group have started. If a call *enters*, a part waits until those peers have started
+    whose bytes it touches. If a call *releases*, a rank's end waits for the parts that touch its
+    bytes. With a *release* the end waits for all parts.
 """
 
 from __future__ import annotations

@@ -1,24 +1,25 @@
 """Threads that take small steps on the memory cells of several ranks, in every order that matters.
 
-A thread is a list of steps: it reads a cell, writes a cell, posts a flag, or waits for flags. That
-is all the machine knows; what an op does as such steps is said in `behaviours`.
+A thread is a list of steps: it reads a cell, writes a cell, posts a flag, or waits for flags. The
+machine knows nothing else. `behaviours` says which steps an op consists of.
 
 [Note: values]
-    A value is a symbol, as a number: equal numbers mean the same label applied to the same values.
-    So what a thread writes tells all that it had read, and two different histories never look
-    alike by chance.
+    A value is a symbol, written as a number. Equal numbers mean the same label applied to the same
+    values. So a written value tells everything that its thread had read, and two different
+    histories never look alike by chance.
 
 [Note: flags carry values]
-    A flag is posted once and stays. Who waits for it may take what the poster knew: this is how
-    bytes travel through a wire or a scratch buffer that no plan knows.
+    A flag is posted once and stays. A thread that waits for a flag may read the values that the
+    poster had: this models bytes that travel over a wire or through a scratch buffer that no plan
+    knows.
 
 [Note: which orders]
-    Two orders that differ only in how accesses of different cells, or reads of one cell, lie
-    between each other give every read the same value. So one of each such class is run: dynamic
+    Two orders give every read the same value if they differ only in the order of accesses of
+    different cells, or of reads of one cell. So one order of each such class is run: dynamic
     partial-order reduction with source sets and sleep sets (Abdulla, Aronis, Jonsson, Sagonas:
     Optimal Dynamic Partial Order Reduction, POPL 2014). After a run, each pair of accesses of one
-    cell that nothing had kept in this order is run the other way round, too. Steps are never
-    disabled by others and no thread branches, which makes the rules short.
+    cell that nothing had ordered is also run in the opposite order. Steps are never disabled by
+    others and no thread branches, which makes the rules short.
 """
 
 from __future__ import annotations
@@ -238,13 +239,13 @@ Site: TypeAlias = tuple[int, int]
 
 @frozen
 class Explored:
-    """What all runs together show.
+    """The result of all runs.
 
     Attributes:
         kind: ``"right"``, ``"wrong"``, ``"stuck"`` (some thread waits for ever) or ``"gave up"``.
         runs: How many orders were run.
         events: The run that is wrong or stuck, to its last access.
-        expected: What the last read of a wrong run should have seen.
+        expected: The value that the last read of a wrong run should have had.
         stuck: Indices of the threads that wait for ever.
     """
 
@@ -256,7 +257,7 @@ class Explored:
 
 
 def lockstep(threads: tuple[Thread, ...], symbols: Symbols) -> dict[Site, int]:
-    """What each read sees in threads that leave nothing to chance.
+    """The value of each read in threads whose order is fixed.
 
     Raises:
         ValueError: They do leave something to chance: accesses of one cell come in no fixed order.
@@ -280,7 +281,7 @@ def search(
 
     Args:
         threads: What runs.
-        expected: What each read must see.
+        expected: The value that each read must have.
         symbols: Those that ``expected`` was made with.
         limit: How many runs before giving up.
     """

@@ -29,7 +29,7 @@ __all__ = [
 
 @frozen
 class TinyProgram:
-    """What all ranks run, again and again.
+    """A program that all ranks run repeatedly.
 
     Attributes:
         ranks: How many.
@@ -225,8 +225,8 @@ def explore(
 ) -> Verdict:
     """Run a tiny program in every order that its calls allow.
 
-    What is right is what the program computes with every buffer in memory of its own, all ranks
-    meeting before and after each call, and no call under way while another runs.
+    The right values are those of the program with every buffer in memory of its own, if all ranks
+    meet before and after each call and calls do not overlap.
 
     Args:
         program: The program; up to 3 ranks, about 6 calls and 2 iterations are quick.
