@@ -1,11 +1,11 @@
-"""When what a simulated program ran would run, by the speed of a machine.
+"""When the calls of a simulated program would run, given the speed of a machine.
 
 [Note: exposed time]
     Products run one after the other, in the order of the program. FSDP2's gathers run beside them,
-    one after the other, and each begins when the products begin that had waited for the one
-    before: the next module's parameters come while this one computes. Its reduce-scatters run
-    beside both; each begins when what was computed before is done, and all are over at the end.
-    All other collectives are waited for at once. What products wait for is exposed.
+    one after the other. Each begins together with the products that had waited for the previous
+    gather: the next module's parameters come while this one computes. The reduce-scatters run
+    beside both. Each begins when the earlier products are done, and all are over at the end. The
+    program waits for every other collective at once. The time in which products wait is exposed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GATHER, _REDUCE = "all_gather", "reduce_scatter"  # FSDP2's
 
 @frozen
 class Exposure:
-    """What a program takes by a machine's speed; see [Note: exposed time].
+    """The time of a program, given the speed of a machine.
 
     Attributes:
         products: Seconds of matrix products.
@@ -46,12 +46,12 @@ class Exposure:
 
 @define
 class Ran:
-    """What a simulated program ran, in its order.
+    """The calls of a simulated program, in their order.
 
     Attributes:
         world: Where.
-        calls: The collectives: ``(who plans it, what that knows it by, what it is)``. What nobody
-            plans has None and whether it runs in a placement.
+        calls: The collectives: ``(planner, the planner's key of it, the collective)``. A collective
+            without a planner has None, and whether it runs in a placement.
     """
 
     world: World

@@ -112,11 +112,11 @@ class Routes:
 
 @frozen(eq=False)
 class PaddedRoutes:
-    """Routes that only the device knows. See [Note: padded routes].
+    """Routes on the device: kernels that move rows need no copy of them on the host.
 
     Attributes:
-        table: ``(ranks, ranks + 1)`` on the device, 64 bits: how many rows each rank sends to each,
-            and in the last column how many it has.
+        table: ``(ranks, ranks + 1)`` on the device, 64 bits: the number of rows that each rank
+            sends to each other, and in the last column the number that it has.
         rank: This rank.
         rows: How many rows this rank has.
         most: How many a rank may get.
