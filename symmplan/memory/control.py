@@ -164,7 +164,7 @@ class Meeting(Rendezvous):
     ) -> None:
         super().__init__(group, tuple(peers))
         self.near = near = near or tuple(range(group.size))
-        size = len(near)
+        size = group.size
         parts = [area.part(start, size) for area, start in zip(areas, starts, strict=True)]
         self._place = near.index(group.rank)
         self._areas = dict(zip(near, areas, strict=True))

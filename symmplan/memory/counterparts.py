@@ -24,10 +24,12 @@ import json
 import os
 import threading
 import time
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from symmplan.coordination.exchange import processes_of
 from symmplan.coordination.groups import listed
 from symmplan.coordination.sessions import post_error, posted_error
 from symmplan.errors import BackendError, PeerLostError, RunError
@@ -110,10 +112,27 @@ class Counterparts:
         flat = [as_bytes(x) for x in outputs]
         return self._started(c10d.start_all_gather(flat, as_bytes(source), self._open))
 
-    def exchange(self, output: torch.Tensor, source: torch.Tensor) -> Any:
-        """Start to send a row to each counterpart; returns a work for `wait`. Collective."""
-        flat = as_bytes(output), as_bytes(source)
-        return self._started(c10d.start_all_to_all(*flat, self._open))
+    def exchange(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        received: Sequence[int] = (),
+        sent: Sequence[int] = (),
+    ) -> Any:
+        """Start to send a part to each counterpart; returns a work for `wait`.
+
+        Args:
+            output: Where parts come.
+            source: What is sent.
+            received: Bytes of each part that comes; empty if all parts are equally large.
+            sent: Bytes of each part of ``source``; the same.
+
+        Collective: yes, over the counterparts.
+        """
+        parts: dict[str, Any] = {"received": received, "sent": sent}
+        return self._started(
+            c10d.start_all_to_all(as_bytes(output), as_bytes(source), self._open, **parts)
+        )
 
     def meet(self) -> Any:
         """Start to meet the counterparts; returns a work for `wait`. Collective."""
@@ -221,6 +240,23 @@ class HostsMeeting(Meeting):
             fix="use groups within one host for ops that reach into their peers' memory",
             **self.group.here,
         )
+
+    @cached_property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each counterpart's host, in the order of the counterparts."""
+        of = [process.host for process in processes_of(self.group.process_group)]
+        return tuple(counterparts_of(of, rank)[0] for rank in self.counterparts.ranks)
+
+    def free_words(self) -> list[list[int]]:
+        """See `Rendezvous.free_words`: of all ranks of all hosts.
+
+        Collective: yes, over the counterparts.
+        """
+        near = torch.tensor(super().free_words())
+        found = torch.empty((len(self.hosts), *near.shape), dtype=near.dtype)
+        self.wait(self.counterparts.gather(list(found), near))
+        words = dict(zip(sum(self.hosts, ()), found.flatten(0, 1).tolist(), strict=True))
+        return [words[rank] for rank in range(self.group.size)]
 
     @property
     def near_peers(self) -> tuple[torch.Tensor, ...]:

@@ -266,9 +266,9 @@ def _algorithms(ran: Ran) -> Iterator[tuple[SimulatedCall, AlgorithmName]]:
 
 def _in_levels(call: SimulatedCall, algorithm: AlgorithmName, world: World) -> AlgorithmName:
     """How a collective runs, with the hosts of its group."""
-    if algorithm != "symmetric" or not simulated(group_by_name(call.group)).two_levels(
-        world.memory
-    ):
+    if algorithm not in ("symmetric", "push") or not simulated(
+        group_by_name(call.group)
+    ).two_levels(world.memory):
         return algorithm
     return "two-level"
 

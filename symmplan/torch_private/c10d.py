@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
@@ -248,8 +248,16 @@ def all_to_all(output: Any, source: Any, group: Any) -> None:
         work.wait()
 
 
-def start_all_to_all(output: Any, source: Any, group: Any, *, asynchronous: bool = True) -> Any:
-    """The same without the wait; returns the work. Collective."""
+def start_all_to_all(
+    output: Any,
+    source: Any,
+    group: Any,
+    *,
+    received: Sequence[int] = (),
+    sent: Sequence[int] = (),
+    asynchronous: bool = True,
+) -> Any:
+    """The same without the wait, also of parts of so many rows; returns the work. Collective."""
     options = dist.AllToAllOptions()
     options.asyncOp = asynchronous
-    return group.alltoall_base(output, source, [], [], options)
+    return group.alltoall_base(output, source, list(received), list(sent), options)

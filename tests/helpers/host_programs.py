@@ -121,14 +121,15 @@ def fsdp(rank, size):
     return _told(wrong, checked, stats)
 
 
-def experts(rank, size):
+def experts(rank, size, choose):
     """Rows that go to each rank and back, which the experts there multiply: as `compiled`."""
     import torch.distributed as dist
 
     import symmplan
 
     wrong = []
-    with symmplan.expert_parallel(dist.group.WORLD, max_tokens=64, timeout=30.0) as layer:
+    given = {"max_tokens": 64, "choose": choose, "timeout": 30.0}
+    with symmplan.expert_parallel(dist.group.WORLD, **given) as layer:
         for step in range(STEPS):
             _late(rank, step)
             counts = [(rank + peer + step) % 4 for peer in range(size)]
@@ -137,7 +138,60 @@ def experts(rank, size):
             back = layer.combine(layer.dispatch(rows, routes) * (rank + 1), routes)
             factors = torch.repeat_interleave(torch.arange(1.0, size + 1), torch.tensor(counts))
             wrong += [] if torch.equal(back, rows * factors.view(-1, 1)) else [step]
-        return wrong, layer.stats.served, [reason for reason, _ in layer.stats.reasons]
+        reasons = [reason for reason, _ in layer.stats.reasons]
+        return wrong, layer.stats.served, reasons, [sorted(c.seconds) for c in layer.choices]
+
+
+def routed(rank, size, seed):
+    """Tokens that go to several experts, as in two levels so in torch's own way.
+
+    Returns:
+        Calls that differ, how many ran in two levels, and bytes that crossed and that would have
+        with all rows.
+    """
+    import torch.distributed as dist
+
+    import symmplan
+    from symmplan.memory.counterparts import Counterparts
+
+    crossed, exchange = [], Counterparts.exchange
+    Counterparts.exchange = lambda self, output, source, *parts: (
+        crossed.append(source.nbytes) or exchange(self, output, source, *parts)
+    )
+    chance, wrong, all_bytes = random.Random(seed), [], 0
+    given = {"max_tokens": 16 * size, "timeout": 30.0}
+    group = dist.group.WORLD
+    try:
+        with (
+            symmplan.expert_parallel(group, choose="two-level", **given) as ours,
+            symmplan.expert_parallel(group, choose="ordinary", **given) as plain,
+        ):
+            for step in range(6):
+                width, dtype = chance.choice([(8, torch.float32), (5, torch.bfloat16)])
+                generator = torch.Generator().manual_seed(100 * seed + 10 * step + rank)
+                tokens = torch.randn(12, width, generator=generator).to(dtype)
+                counts = torch.randint(0, 12, (size,), generator=generator).tolist()
+                counts = [0] * size if step == 3 else counts
+                picks = [torch.randperm(12, generator=generator)[:n] for n in counts]
+                rows = tokens[torch.cat(picks)]
+                all_bytes += 3 * rows.nbytes
+                _late(rank, step)
+                found = [_through(layer, rows, counts, rank) for layer in (ours, plain)]
+                pairs = zip(*found, strict=True)
+                wrong += [step for got, want in pairs if not torch.equal(got, want)]
+            return wrong, ours.stats.served, sum(crossed), all_bytes
+    finally:
+        Counterparts.exchange = exchange
+
+
+def _through(layer, rows, counts, rank):
+    """What comes to the experts, what comes back, and the gradient of that."""
+    rows = rows.clone().requires_grad_()
+    routes = layer.routes(counts)
+    inside = layer.dispatch(rows, routes)
+    back = layer.combine(inside * (rank + 1), routes)
+    (back.float() ** 2).sum().backward()
+    return inside.detach(), back.detach(), rows.grad
 
 
 def _told(wrong, checked, stats):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fsdp_machine import Judge
 from fsdp_programs import drawn
-from host_programs import PROGRAMS, built, experts, given
+from host_programs import PROGRAMS, built, given
 from hosts import HostPool, hosts_pool, why_no_hosts
 from hypothesis import given as for_all
 from hypothesis import strategies as st
@@ -99,18 +99,6 @@ def test_what_two_levels_do_not_serve_is_ordinary(per_host, why):
                     "hosts without NVLink between them, farther" in r and why in r
                     for r in said["reasons"]
                 )
-
-
-@pytest.mark.all_cases
-@pytest.mark.parametrize("per_host", [(2, 2), (2, 1), (1, 1)], ids=str)
-def test_experts_on_several_hosts_are_ordinary(per_host):
-    with HostPool(per_host, timeout=120.0) as ranks:
-        for wrong, served, reasons in ranks.run(experts):
-            assert not wrong
-            assert served == 0
-            (reason,) = reasons
-            assert reason.startswith("no symmetric memory: rank ")
-            assert "hosts" in reason
 
 
 def test_ranks_need_not_be_in_the_order_of_hosts():
@@ -329,6 +317,7 @@ FAULTS = [
     ("order", "end", "FSDP2", "RunError"),
     ("size", "planned", "compile", "AgreementError"),
     pytest.param("killed", "planned", "eager", "PeerLostError", marks=pytest.mark.further),
+    pytest.param("killed", "planned", "experts", "PeerLostError", marks=pytest.mark.further),
     pytest.param("stopped", "planned", "FSDP2", "PeerTimeoutError", marks=pytest.mark.further),
 ]
 

@@ -86,11 +86,7 @@ class RowPushes:
         """Push rows; see `Start`. Collective: yes, and what is returned, too."""
         rank, size = self._group.rank, self._group.size
         row = math.prod(rows.shape[1:]) * rows.element_size()
-        call = note(
-            "all_to_all_single_out",
-            f"{rows.dtype} {row} {routes.table}",
-            out_offset=self._slot.offset,
-        )
+        call = self._call(rows, row, routes)
         if not self.met:
             self._meet(call, rows)
         sent = routes.sent
@@ -112,6 +108,11 @@ class RowPushes:
             self.met = False
 
         return take
+
+    def _call(self, rows: torch.Tensor, row: int, routes: Routes) -> bytes:
+        """What the ranks compare of an exchange."""
+        kind = f"{rows.dtype} {row} {routes.table}"
+        return note("all_to_all_single_out", kind, out_offset=self._slot.offset)
 
     def refuse(self) -> None:
         """Let the peers' call fail. Collective: yes, with that."""

@@ -19,7 +19,10 @@ from symmplan.coordination.all_gather import all_agree
 from symmplan.errors import BackendError
 from symmplan.integrate.moe.device_rows import DeviceRows, has_kernels, signals_nbytes
 from symmplan.integrate.moe.exchanges import RowPushes, plain
+from symmplan.integrate.moe.host_rows import HostRows
 from symmplan.integrate.moe.routes import PaddedRoutes, Routes
+from symmplan.memory.counterparts import HostsMeeting
+from symmplan.memory.kernels import as_bytes
 from symmplan.memory.streams import synchronize
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.report.log import LOG
@@ -195,6 +198,9 @@ class RowSlot:
         def meet(arena: Arena) -> None:
             slot, signals = (arena.plan.placements[name] for name in (_ROWS, _SIGNALS))
             meeting = arena.segments[slot.segment].meeting(group.name)
+            if isinstance(meeting, HostsMeeting):
+                self.pushes = HostRows(meeting, slot, group)
+                return
             try:
                 meeting.peers  # noqa: B018
             except BackendError as error:
@@ -230,30 +236,37 @@ class RowSlot:
         row, padded = key
         if self.kernels is not None and (choose == "symmetric" or (padded and choose == "measure")):
             return "symmetric"  # by the others the host would have to wait for padded routes
+        inside: AlgorithmName = "push"
+        if isinstance(self.pushes, HostRows):
+            inside = "two-level"
+            if self._options.choose == "auto":
+                choose = "measure"  # a network may be as fast
         if choose != "measure":
-            return "push"
+            return inside
         group = self._group
         part = max(1, self.rows // group.size)
         even = Routes(((part,) * group.size,) * group.size, group.rank)
         if even.most * row > self._room(arena):
             return "ordinary"
-        choice = self._measured(rows, even)
+        choice = self._measured(rows, even, inside)
         if choice is None:  # some rank cannot have the memory to measure: none uses any
             self._algorithms = dict.fromkeys(self._algorithms, "ordinary")
             return "ordinary"
         self.choices.append(choice)
         return choice.algorithm
 
-    def _measured(self, rows: torch.Tensor, even: Routes) -> Choice | None:
+    def _measured(self, rows: torch.Tensor, even: Routes, inside: AlgorithmName) -> Choice | None:
         """What is fastest for such rows, where all ranks send as many to each. Collective: yes."""
         group, preparation = self._group, self.preparation
 
         def measured() -> Choice | None:
             if preparation.refusal is not None:
                 return None
-            sample = rows.new_zeros((sum(even.sent), *rows.shape[1:]))
+            sample = rows.new_empty((sum(even.sent), *rows.shape[1:]))
+            chance = torch.Generator(sample.device).manual_seed(0)
+            as_bytes(sample).random_(generator=chance)  # what is equal may move together
             into = torch.empty_like(sample)
-            names: list[AlgorithmName] = ["ordinary", "push"]
+            names: list[AlgorithmName] = ["ordinary", inside]
             names += ["symmetric"] if self.kernels is not None else []
 
             def act(name: AlgorithmName) -> None:
