@@ -50,7 +50,7 @@ ALLOWED = {
     "placed": BASE | {"memory", "integrate"},
     "api": BASE | {"registry", "planner", "capture", "integrate", "report"},
     "__main__": {"cli"},
-    "trainers": {"errors", "runtime", "fsdp"},
+    "trainers": {"errors", "runtime", "integrate", "fsdp"},
     "bench": INTEGRATES | {"testing", "api", "fsdp", ""},
     "cli": INTEGRATES | {"simulation", "testing", "bench", "api", ""},
 }

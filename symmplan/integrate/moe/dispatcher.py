@@ -88,6 +88,16 @@ class ExpertParallel:
         )
 
     @property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return self._group.rank
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the group has."""
+        return self._group.size
+
+    @property
     def plan(self) -> Plan | None:
         """The plan of the segment; None while there is none."""
         return None if self._slot.arena is None else self._slot.arena.plan
