@@ -4,7 +4,8 @@
     MOE=671B EP=64 symmplan simulate examples/simulate_moe.py:train --ranks 2048 --rank 17
 
 Each layer's experts are spread over ``EP`` ranks. FSDP2 shards them over the ranks that have the
-same ones, and the rest of the layer over all ranks. ``train`` is what a training script has. How
+same ones, and the rest of the layer over all ranks. Layers are recomputed in backward, so none keeps
+the rows that its experts get. ``train`` is what a training script has. How
 many rows the gate sends where nobody knows, as there are no values: the worst case is taken that
 `symmplan.expert_parallel` was told.
 """
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from attrs import frozen
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -80,7 +82,7 @@ class Layer(nn.Module):
         order = expert.flatten().argsort(stable=True)  # by expert, and so by rank
         counts = F.one_hot(expert.flatten(), self.c.experts).sum(0).view(self.ranks, -1).sum(1)
         routes = self.via.routes(counts)
-        inside = self.via.dispatch(h.repeat_interleave(self.c.top_k, dim=0)[order], routes)
+        inside = self.via.dispatch(h[order // self.c.top_k], routes)
         outside = self.via.combine(self.experts(inside), routes)
         back = torch.zeros_like(outside).index_copy(0, order, outside)
         return x + (back.view(*weight.shape, -1) * weight.unsqueeze(-1)).sum(1)
@@ -98,6 +100,7 @@ def train() -> None:
     with torch.device("meta"):
         layers = [Layer(c, via, shared) for _ in range(c.layers)]
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    layers = [checkpoint_wrapper(layer) for layer in layers]
     for layer in layers:
         fully_shard(layer.experts, mesh=mesh["replica"], mp_policy=policy)
         fully_shard(layer, mesh=everyone, mp_policy=policy)

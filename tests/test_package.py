@@ -61,7 +61,11 @@ LOOKS_AHEAD = {
     ("model", "report"): {"model/plan.py", "model/problem.py"},
 }
 #: What adapters to other people's packages are for.
-ADAPTERS = {"hugging_face": "transformers", "torchtitan": "torchtitan"}
+ADAPTERS = {
+    "hugging_face": "transformers",
+    "torchtitan": "torchtitan",
+    "torchtitan_experts": "torchtitan",
+}
 #: Pure Python: planning must work where torch is not installed, and must stay quick to import.
 WITHOUT_TORCH = {"errors", "process", "model", "planner", "report"}
 

@@ -214,6 +214,19 @@ def test_experts_without_values_get_the_worst_case():
     assert fsdp.peak_bytes < sum(b.nbytes for b in gathers)  # layers share their bytes
 
 
+@pytest.mark.further
+def test_layers_that_are_recomputed_keep_no_rows(monkeypatch):
+    train = program_of(f"{ROOT / 'examples' / 'simulate_moe.py'}:train", "trains")
+    report = symmplan.simulate(train, ranks=16, memory="shm")
+    monkeypatch.setitem(train.__globals__, "checkpoint_wrapper", lambda layer: layer)
+    keeping = symmplan.simulate(train, ranks=16, memory="shm")
+    rows = int(1.25 * 512 * 2) * 256 * 2  # bytes of the worst case
+    layers = 4
+    kept = keeping.ordinary_bytes.activations - report.ordinary_bytes.activations
+    assert kept >= (layers - 1) * 2 * rows  # what experts got, and what they gave back
+    assert report.peak_bytes <= keeping.peak_bytes
+
+
 def test_a_table_says_how_collectives_run(tmp_path):
     path = tmp_path / "choices.json"
     rows = (

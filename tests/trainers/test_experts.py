@@ -43,6 +43,8 @@ class Experts(nn.Module):
         made = torch.zeros_like(hidden_states)
         for expert in range(self.num_experts):
             token, place = torch.where(top_k_index == expert)
+            if not len(token):  # whoever gets nothing is in no graph of autograd's
+                continue
             rows = torch.tanh(hidden_states[token] @ self.up[expert] + self.bias[expert])
             made = made.index_add(0, token, rows * top_k_weights[token, place, None])
         return made
