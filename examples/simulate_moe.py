@@ -4,10 +4,10 @@
     MOE=671B EP=64 symmplan simulate examples/simulate_moe.py:train --ranks 2048 --rank 17
 
 Each layer's experts are spread over ``EP`` ranks. FSDP2 shards them over the ranks that have the
-same ones, and the rest of the layer over all ranks. Layers are recomputed in backward, so none keeps
-the rows that its experts get. ``train`` is what a training script has. How
-many rows the gate sends where nobody knows, as there are no values: the worst case is taken that
-`symmplan.expert_parallel` was told.
+same ones, and the rest of the layer over all ranks. Layers are recomputed in backward, so none
+keeps the rows that its experts get. ``train`` is what a training script has. How many rows the gate
+sends nobody knows, as there are no values: the worst case is taken that `symmplan.expert_parallel`
+was told.
 """
 
 from __future__ import annotations
