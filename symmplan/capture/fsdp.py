@@ -128,6 +128,14 @@ def problem_of(
                 )
                 unplanned.append(left)
                 continue
+            if algorithm.name == "shared push":
+                made = _buffer(name, call, algorithm, facts[1], persistent=False)
+                where = f"slot ({algorithm.name})"
+                buffers.append(
+                    evolve(made, nbytes=call.pushed_bytes, align=_SLOT_ALIGN, where=where)
+                )
+                planned[index] = Planned(call, name, algorithm=algorithm)
+                continue
             if algorithm.name == "push":
                 turn = pushed[call.group] = pushed.get(call.group, -1) + 1
                 mine = slots.setdefault(call.group, [])
@@ -170,6 +178,17 @@ def problem_of(
             assert facts is not None
             spec, requirement = facts
             runs = what == "run"
+            if one.algorithm.name == "shared push":
+                if what != "drop":
+                    met = evolve(_launch(f"{one.buffer}.{what}", one.call, spec), handshake=True)
+                    operations.append(met)
+                    # Peers write behind the first meeting, until the second.
+                    accesses.append(
+                        Access(
+                            met.name, one.buffer, write=not runs, remote=not runs, enters=not runs
+                        )
+                    )
+                continue
             if one.algorithm.name == "push":
                 if runs:
                     operation = f"{_name(number, index, one.call.key)}.run"

@@ -97,7 +97,7 @@ def least(
 ) -> tuple[int, ...]:
     """Of some numbers the least that the ranks of some groups say, and of what these meet.
 
-    Asked as often as in `all_agree`.
+    As many as all of them have. Asked as often as in `all_agree`.
 
     Args:
         what: Name of the exchange, for messages.
@@ -110,7 +110,7 @@ def least(
     for _ in range(3):
         said = all_gather_json(what, {name: list(mine) for name in groups}, groups, timeout)
         told = [x for of in said.values() for x in of if isinstance(x, list)]
-        mine = [min(each) for each in zip(mine, *told, strict=True)]
+        mine = [min(each) for each in zip(mine, *told, strict=False)]
     return tuple(mine)
 
 

@@ -67,9 +67,15 @@ class World:
         calls: ``(planner, the planner's key of it, the collective)`` of each that ran.
         buffers: ``(planner, the planner's key of it, result of `seen`)`` of tensors that lie in
             placements if the plan says so.
+        held: The same with the result of `hold`: ordinary bytes that a planned collective has
+            besides.
         quiet: Whether the call that runs now is in `calls` already.
         segments: All `symmplan.memory.segment.Segment` that were made.
         seen: Gives what is known of a tensor's storage.
+        hold: The same of so many bytes until nothing refers to a tensor's storage any more.
+        is_segment: Told of a tensor that lies in a segment.
+        allocated: Bytes of tensors that lie in no segment: now, and the most so far.
+        lately: The most since the last call of it.
         on_join: Called when a new planner joins.
         reads_values: Whether an error says that a tensor has no value.
     """
@@ -84,9 +90,14 @@ class World:
     planners: list[Planner] = field(factory=list)
     calls: list[tuple[Planner, Any, SimulatedCall]] = field(factory=list)
     quiet: bool = False
-    buffers: list[tuple[Planner | None, Any, Any]] = field(factory=list)
+    buffers: list[tuple[Planner, Any, Any]] = field(factory=list)
+    held: list[tuple[Planner, Any, Any]] = field(factory=list)
     segments: list[Any] = field(factory=list)
     seen: Callable[[torch.Tensor], Any] = id
+    hold: Callable[[int, torch.Tensor], Any] = lambda _, tensor: id(tensor)
+    is_segment: Callable[[torch.Tensor], Any] = id
+    allocated: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    lately: Callable[[], int] = int
     on_join: Callable[[], Any] = int
     reads_values: Callable[[BaseException], bool] = bool
 
@@ -98,8 +109,11 @@ class World:
                 self.on_join()
 
     def buffer(self, planner: Planner | None, known_by: Any, tensor: torch.Tensor) -> None:
-        """``tensor`` lies in a placement if the plan says so; it is a segment if nobody asks."""
-        self.buffers.append((planner, known_by, self.seen(tensor)))
+        """``tensor`` lies in a placement if the plan says so; in a segment if nobody plans it."""
+        if planner is None:
+            self.is_segment(tensor)
+        else:
+            self.buffers.append((planner, known_by, self.seen(tensor)))
 
 
 def current() -> World | None:

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
+from symmplan.coordination.world import current
+
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceMemory", "device_memory", "empty_cache"]
+__all__ = ["DeviceMemory", "device_memory", "empty_cache", "most_lately"]
 
 
 @frozen
@@ -32,7 +34,14 @@ class DeviceMemory:
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """The bytes of a device now; None if torch has no caching allocator. Collective: no."""
+    """The bytes of a device now; None if torch has no caching allocator. Collective: no.
+
+    A simulated device is as large as it must be: all bytes are free that tensors do not have.
+    """
+    world = current()
+    if world is not None:
+        now, most = world.allocated()
+        return DeviceMemory(1 << 60, now, most, now, most) if world.devices else None
     if device.type != "cuda":
         return None
     import torch
@@ -46,6 +55,21 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
             for which in ("current", "peak")
         ),
     )
+
+
+def most_lately(there: DeviceMemory, before: int) -> int:
+    """The most bytes that tensors had since somebody asked before. Collective: no.
+
+    Torch says only what was the most so far: a peak below that is not seen.
+
+    Args:
+        there: What the device has now.
+        before: ``there.most_allocated`` as it was then.
+    """
+    world = current()
+    if world is not None:
+        return world.lately()
+    return there.most_allocated if there.most_allocated > before else there.allocated
 
 
 def empty_cache(device: torch.device) -> None:

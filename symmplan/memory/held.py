@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from attrs import frozen
 
 from symmplan.process import PROCESS
 
-__all__ = ["HeldSegment", "segments"]
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from symmplan.memory import Arena
+
+__all__ = ["HeldSegment", "bytes_beside", "segments"]
 
 
 @frozen
@@ -29,6 +36,17 @@ class HeldSegment:
     memory: str
     groups: tuple[str, ...]
     users: tuple[str, ...]
+
+
+def bytes_beside(arenas: Collection[Arena]) -> int:
+    """Bytes of segments that others use than who has these arenas. Collective: no."""
+    return sum(
+        segment.nbytes
+        for arena in PROCESS.arenas.values()
+        if arena not in arenas and not arena.released and any(arena.tenants)
+        for segment in arena.segments.values()
+        if segment.host is None
+    )
 
 
 def segments() -> tuple[HeldSegment, ...]:

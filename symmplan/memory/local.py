@@ -85,7 +85,9 @@ class SimulatedBackend(LocalBackend):
     ) -> Allocation:
         """A fake tensor."""
         with torch.inference_mode(mode=False):
-            return super().allocate(spec, device, groups, health, part)
+            tensor, token = super().allocate(spec, device, groups, health, part)
+        self._world.is_segment(tensor)
+        return tensor, token
 
     def rendezvous(self, segment: Segment, group: Group, exchange: Exchange) -> None:
         """The first time, the world hears of the segment.
@@ -94,5 +96,4 @@ class SimulatedBackend(LocalBackend):
         """
         if not segment.rendezvous:
             self._world.segments.append(segment)
-            self._world.buffer(None, None, segment.tensor)
         super().rendezvous(segment, group, exchange)

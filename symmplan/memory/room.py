@@ -49,10 +49,12 @@ class Room:
     Attributes:
         nbytes: All of them.
         at_once: Those that it may take before torch's allocator has given back what it has cached.
+        slack: As in `Usage`, of the ranks the least.
     """
 
     nbytes: int
     at_once: int = sys.maxsize
+    slack: tuple[int, ...] = ()
 
 
 @frozen
@@ -62,10 +64,12 @@ class Usage:
     Attributes:
         need: Bytes of tensors that it goes on to need at once, what plans replace left out.
         most: The most bytes that torch's allocator had of the driver.
+        slack: What `symmplan.capture.fsdp_memory.Needed` has besides.
     """
 
     need: int
     most: int
+    slack: tuple[int, ...] = ()
 
 
 def free_bytes(memory: str) -> int:
@@ -111,7 +115,7 @@ def room_on(there: DeviceMemory, usage: Usage | None, *, below: bool) -> Room:
     if usage is not None and below:
         nbytes = min(nbytes, usage.most - need)
         at_once = min(at_once, usage.most - there.reserved)
-    return Room(max(0, nbytes), max(0, at_once))
+    return Room(max(0, nbytes), max(0, at_once), () if usage is None else usage.slack)
 
 
 def agreed_room(
@@ -141,15 +145,15 @@ def agreed_room(
 
     Returns:
         The least of what the ranks have, also of those that meet through others. What this machine
-        has free is nothing to a simulated world: without ``given`` that has room for all.
+        has free is nothing to a simulated world: on its host there is room for all.
 
     Collective: yes, over those groups.
     """
-    if current() is not None:
-        return Room(sys.maxsize if given is None else given)
     there = device_memory(device)
     if there is not None:
         mine = room_on(there, usage, below=below)
+    elif current() is not None:
+        mine = Room(sys.maxsize - besides)
     else:
         free = free_bytes(memory)
         mine = Room(max(0, free - free // _MARGIN))
@@ -157,4 +161,7 @@ def agreed_room(
         mine = evolve(mine, nbytes=given)
     else:
         mine = evolve(mine, nbytes=besides + max(held, mine.nbytes))
-    return Room(*least("capacity", (mine.nbytes, mine.at_once), groups, timeout))
+    nbytes, at_once, *slack = least(
+        "capacity", (mine.nbytes, mine.at_once, *mine.slack), groups, timeout
+    )
+    return Room(nbytes, at_once, tuple(slack))

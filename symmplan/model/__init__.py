@@ -33,7 +33,14 @@ offsets and alignments are bytes everywhere. Nothing here imports torch.
 
 from __future__ import annotations
 
-from symmplan.model.declared import DEFAULT_ALIGN, Algorithm, AlgorithmName, OpSpec, Requirement
+from symmplan.model.declared import (
+    DEFAULT_ALIGN,
+    PUSHES,
+    Algorithm,
+    AlgorithmName,
+    OpSpec,
+    Requirement,
+)
 from symmplan.model.plan import (
     Alternative,
     Barrier,
@@ -48,6 +55,7 @@ from symmplan.model.problem import Access, Buffer, Operation, Problem, Unplanned
 
 __all__ = [
     "DEFAULT_ALIGN",
+    "PUSHES",
     "Access",
     "Algorithm",
     "AlgorithmName",

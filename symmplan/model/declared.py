@@ -6,12 +6,14 @@ from typing import Literal, TypeAlias
 
 from attrs import frozen
 
-__all__ = ["DEFAULT_ALIGN", "Algorithm", "AlgorithmName", "OpSpec", "Requirement"]
+__all__ = ["DEFAULT_ALIGN", "PUSHES", "Algorithm", "AlgorithmName", "OpSpec", "Requirement"]
 
 #: The algorithms of a collective, see `Algorithm`.
 AlgorithmName: TypeAlias = Literal[
-    "ordinary", "symmetric", "copy engine", "push", "two-level", "pipelined"
+    "ordinary", "symmetric", "copy engine", "push", "shared push", "two-level", "pipelined"
 ]
+#: Those that copy a reduce-scatter's inputs into the peers' slots.
+PUSHES: tuple[AlgorithmName, ...] = ("push", "shared push")
 
 #: Alignment in bytes of a placement unless something asks for more: a vector store of the widest
 #: kind (TMA) wants 256 between input and output, so this keeps every pair congruent.
@@ -27,10 +29,11 @@ class Algorithm:
             program's own communicator. ``"copy engine"``: in its placement, without kernels; a
             reduce-scatter as an all-to-all into a second placement, which is summed locally.
             ``"push"``: a reduce-scatter whose inputs are copied into the peers' slots, of which
-            each group has two. ``"two-level"``: over several hosts, in its placement; through the
-            process group from host to host, and in symmetric memory within each.
-            ``"pipelined"``: of compiled graphs, in parts beside the products that need its result
-            or make its input; see `symmplan.integrate.compile.pipelining`.
+            each group has two. ``"shared push"``: the same into bytes that others have before and
+            after, so the ranks meet before they push. ``"two-level"``: over several hosts, in its
+            placement; through the process group from host to host, and in symmetric memory within
+            each. ``"pipelined"``: of compiled graphs, in parts beside the products that need its
+            result or make its input; see `symmplan.integrate.compile.pipelining`.
         reason: Why it stays in ordinary memory.
         fastest: Whether it stays there because no algorithm was measured to be faster.
     """

@@ -148,11 +148,13 @@ class Alternative:
         problem: The program's problem then.
         parameters: Names of the buffers that are the parameters themselves; see
             `symmplan.planner.parameters`.
+        slots: Names of the buffers that may have bytes of those.
     """
 
     unsharded_modules: int
     problem: Problem
     parameters: frozenset[str]
+    slots: frozenset[str] = frozenset()
 
 
 @frozen(repr=False)

@@ -247,7 +247,9 @@ def _unsharded_modules(plan: Plan) -> Iterator[Advice]:
     """The saving of one unsharded module less, and the cost of one more."""
     alive, peak = plan.unsharded_modules or 0, plan.peak_bytes
     for other in plan.alternatives:
-        needs = plan_with_parameters(other.problem, other.parameters, plan.effort).peak_bytes
+        needs = plan_with_parameters(
+            other.problem, other.parameters, plan.effort, other.slots
+        ).peak_bytes
         asked = f"unsharded_modules={other.unsharded_modules} needs {abs(needs - peak):,} bytes"
         if other.unsharded_modules < alive and needs < peak:
             text = f"{asked} less; a gather may then have to wait for the module before it"

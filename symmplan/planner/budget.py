@@ -86,6 +86,8 @@ class Demotable:
         buffers: Their buffers in the plan.
         less: ``{another algorithm: share of the bytes that it still takes}``, most first.
         seconds: ``{algorithm: seconds of one of them}``; empty if nothing was measured.
+        known: ``{another algorithm: seconds that one of them takes more}`` where nobody has to
+            measure that.
         needed: Whether it is an op that needs symmetric memory.
     """
 
@@ -97,12 +99,22 @@ class Demotable:
     buffers: frozenset[str]
     less: Mapping[AlgorithmName, float] = field(factory=lambda: {"ordinary": 0.0})
     seconds: Mapping[str, float] = field(factory=dict)
+    known: Mapping[AlgorithmName, float] = field(factory=dict)
     needed: bool = False
 
-    def lost(self, algorithm: AlgorithmName) -> float:
-        """Seconds in all that another algorithm costs more."""
+    def costs(self, algorithm: AlgorithmName) -> float | None:
+        """Seconds in all that another algorithm costs more; None if nobody knows."""
+        if algorithm in self.known:
+            return self.calls * self.known[algorithm]
         if self.algorithm in self.seconds and algorithm in self.seconds:
             return self.calls * (self.seconds[algorithm] - self.seconds[self.algorithm])
+        return None
+
+    def lost(self, algorithm: AlgorithmName) -> float:
+        """Seconds in all that another algorithm is taken to cost more."""
+        costs = self.costs(algorithm)
+        if costs is not None:
+            return costs
         return self.calls * self.nbytes * _NOMINAL * (1 - self.less[algorithm])
 
 
@@ -125,7 +137,7 @@ def together(demotables: Iterable[Demotable]) -> list[Demotable]:
 def within(
     capacity: int | None,
     make: Callable[[Mapping[Hashable, AlgorithmName]], tuple[Plan, Sequence[Demotable], _Rest]],
-    taken: Callable[[Plan], int] = lambda plan: plan.peak_bytes,
+    taken: Callable[[Plan, _Rest], int] = lambda plan, _: plan.peak_bytes,
 ) -> tuple[Plan, _Rest]:
     """A plan that takes no more than ``capacity`` bytes. See [Note: demotions].
 
@@ -133,18 +145,18 @@ def within(
         capacity: Bytes that all segments may take together; None for no limit.
         make: Plans with ``{key of what can be demoted: algorithm that it must take instead}``;
             gives the plan, what can be demoted in it, and whatever the caller wants besides.
-        taken: How many bytes are taken with a plan.
+        taken: How many bytes are taken with a plan, given what ``make`` gave besides.
 
     Returns:
         The plan, with `Plan.budget` where something was demoted, and what else ``make`` gave. It
         takes more than ``capacity`` only if so much is left where nothing can be demoted.
     """
     plan, demotables, rest = make({})
-    if capacity is None or taken(plan) <= capacity:
+    if capacity is None or taken(plan, rest) <= capacity:
         return plan, rest
-    wanted, first = taken(plan), {d.key: d for d in demotables}
+    wanted, first = taken(plan, rest), {d.key: d for d in demotables}
     gave: dict[Hashable, AlgorithmName] = {}
-    while taken(plan) > capacity:
+    while taken(plan, rest) > capacity:
         found = _next(plan, demotables)
         if found is None:
             break
@@ -157,7 +169,7 @@ def within(
             break
         without = {k: algorithm for k, algorithm in gave.items() if k != key}
         other, _, others = make(without)
-        if taken(other) <= capacity:
+        if taken(other, others) <= capacity:
             gave, plan, rest = without, other, others
     paid = tuple(
         Demotion(
@@ -166,7 +178,7 @@ def within(
             nbytes=first[key].nbytes,
             before=first[key].algorithm,
             after=algorithm,
-            seconds=first[key].lost(algorithm) if algorithm in first[key].seconds else None,
+            seconds=first[key].costs(algorithm),
         )
         for key, algorithm in gave.items()
     )
@@ -184,7 +196,7 @@ def _next(plan: Plan, demotables: Sequence[Demotable]) -> tuple[Demotable, Algor
             held = sum(there) if names != frozenset(size) else max(there, default=0)
             for step, (algorithm, share) in enumerate(demotable.less.items()):
                 freed = held * (1 - share)
-                if freed <= 0 or (demotable.seconds and algorithm not in demotable.seconds):
+                if freed <= 0 or (demotable.seconds and demotable.costs(algorithm) is None):
                     continue
                 score = (demotable.needed, demotable.lost(algorithm) / freed, place, step)
                 found.append((score, demotable, algorithm))

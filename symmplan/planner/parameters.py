@@ -35,15 +35,20 @@ __all__ = ["plan_with_parameters"]
 
 
 def plan_with_parameters(
-    problem: Problem, parameters: frozenset[str], effort: Literal["fast", "optimal"]
+    problem: Problem,
+    parameters: frozenset[str],
+    effort: Literal["fast", "optimal"],
+    slots: frozenset[str] = frozenset(),
 ) -> Plan:
-    """A plan in which some buffers get the first bytes of their segments to themselves.
+    """A plan in which some buffers get the first bytes of their segments, and few share these.
 
     Args:
         problem: What is to be planned; ``together`` names the ``parameters`` that share an offset,
             each with the first of them.
         parameters: Names of the buffers that are the parameters themselves.
         effort: How hard the planner tries.
+        slots: Names of those that may have bytes of the parameters: nobody keeps them for longer
+            than planned.
     """
     if not parameters:
         return plan_problem(problem, effort=effort)
@@ -54,25 +59,29 @@ def plan_with_parameters(
     for whole in (False, True):
         for one in asked:
             with contextlib.suppress(PlanningError):
-                return _pinned(one, parameters, effort, whole=whole)
+                return _pinned(one, parameters, slots, effort, whole=whole)
     return plan_problem(problem, effort=effort)
 
 
 def _pinned(
     problem: Problem,
     parameters: frozenset[str],
+    slots: frozenset[str],
     effort: Literal["fast", "optimal"],
     *,
     whole: bool,
 ) -> Plan:
     """A plan in which each of ``parameters`` lies where the first of its module fits.
 
+    The others lie behind them, and ``slots`` wherever there is room then.
+
     Raises:
         PlanningError: Some of them overlap there; not if ``whole``, where all of a module's count.
     """
     first = {other: leader for leader, other in problem.together}
     others = plan_problem(
-        _only(problem, frozenset(b.name for b in problem.buffers) - parameters), effort=effort
+        _only(problem, frozenset(b.name for b in problem.buffers) - parameters - slots),
+        effort=effort,
     )
     own = _only(problem, parameters if whole else parameters - first.keys())
     leaders = plan_problem(evolve(own, together=problem.together if whole else []), effort=effort)
@@ -80,9 +89,10 @@ def _pinned(
     below = functools.partial(_below, others, above)
     pinned = []
     for b in problem.buffers:
+        offset: int | None = None
         if b.name in parameters:
             offset = leaders.placements[first.get(b.name, b.name)].offset
-        else:
+        elif b.name not in slots:
             offset = others.placements[b.name].offset + below(b.name)
         pinned.append(evolve(b, offset=offset))
     return plan_problem(evolve(problem, buffers=pinned, together=[]), effort=effort)

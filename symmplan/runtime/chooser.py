@@ -48,6 +48,7 @@ _INSTEAD: Mapping[str, tuple[AlgorithmName, ...]] = {
     "symmetric": ("symmetric", "two-level"),
     "copy engine": ("copy engine", "symmetric", "two-level"),
     "push": ("push", "copy engine", "symmetric", "two-level"),
+    "shared push": ("shared push", "copy engine", "symmetric", "two-level"),
     "two-level": ("two-level", "symmetric"),
     "pipelined": ("pipelined", "copy engine", "symmetric", "two-level"),
 }

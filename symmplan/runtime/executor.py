@@ -51,6 +51,9 @@ class Executor:
     def buffer(self, known_by: Any, tensor: torch.Tensor) -> None:
         """Note that ``tensor`` lies in a placement if the plan says so of ``known_by``."""
 
+    def hold(self, known_by: Any, nbytes: int, buffer: torch.Tensor) -> None:
+        """If the plan says so a collective has so many ordinary bytes as long as its buffer."""
+
     def lease_out(
         self, base: torch.Tensor, on_drop: Callable[[], None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,6 +86,9 @@ class _Nothing(Executor):
 
     def buffer(self, known_by: Any, tensor: torch.Tensor) -> None:
         self._world.buffer(self._planner, known_by, tensor)
+
+    def hold(self, known_by: Any, nbytes: int, buffer: torch.Tensor) -> None:
+        self._world.held.append((self._planner, known_by, self._world.hold(nbytes, buffer)))
 
     def lease_out(
         self, base: torch.Tensor, on_drop: Callable[[], None]

@@ -125,7 +125,7 @@ class Fitting:
         self,
         room: int | None,
         plan: Callable[[Captured], Plan],
-        taken: Callable[[Plan], int] = lambda plan: plan.peak_bytes,
+        taken: Callable[[Plan, Captured], int] = lambda plan, _: plan.peak_bytes,
         **others: Any,
     ) -> tuple[Plan, Captured]:
         """A plan of at most ``room`` bytes, and the program that it places.

@@ -24,6 +24,7 @@ from symmplan.errors import RunError
 from symmplan.memory import BACKENDS, locate
 from symmplan.memory.topology import Topology, known
 from symmplan.memory.two_levels import SHOWN
+from symmplan.model import PUSHES, AlgorithmName
 from symmplan.process import PROCESS
 from symmplan.registry.catalogue import collective_of
 from symmplan.runtime.collectives import NCCL
@@ -33,7 +34,6 @@ from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from symmplan.model import AlgorithmName
 
 __all__ = [
     "Checked",
@@ -405,8 +405,8 @@ def _algorithm(expected: Expected, kinds: set[str], ops: Collection[str]) -> Alg
     if SHOWN in ops:
         return "two-level"
     if BACKENDS[expected.memory].devices:
-        if expected.algorithm == "push" and "copy engines" in kinds:
-            return "push"  # the ranks meet in a kernel of NCCL
+        if expected.algorithm in PUSHES and "copy engines" in kinds:
+            return expected.algorithm  # the ranks meet in a kernel of NCCL
         if "NCCL kernels" in kinds:
             return "ordinary"
         if "symmetric kernels" in kinds:
@@ -417,7 +417,7 @@ def _algorithm(expected: Expected, kinds: set[str], ops: Collection[str]) -> Alg
         if expected.algorithm == "two-level":
             return "symmetric"
         pushed = f"{_OWN}push" in own
-        return expected.algorithm if pushed is (expected.algorithm == "push") else "symmetric"
+        return expected.algorithm if pushed is (expected.algorithm in PUSHES) else "symmetric"
     # Its own collectives always show; past the dispatcher those of a process group may not.
     seen = expected.algorithm != "ordinary" or any(name.startswith(_TORCHS) for name in ops)
     return "ordinary" if seen else None

@@ -45,9 +45,9 @@ class Options:
             be is in symmetric memory. ``"ordinary"``: no collective is, only ops that need it.
             ``"copy engine"``: collectives that have it run without kernels where the memory backend
             has copy engines, the others in symmetric memory. ``"push"``: the same, but FSDP2's
-            reduce-scatters are pushes of gradients into peers' memory. ``"pipelined"``: as
-            ``"copy engine"``, but compiled graphs run collectives in parts beside products.
-            ``"two-level"``: all in
+            reduce-scatters are pushes of gradients into peers' memory; ``"shared push"``: into
+            bytes that others have before and after. ``"pipelined"``: as ``"copy engine"``, but
+            compiled graphs run collectives in parts beside products. ``"two-level"``: all in
             symmetric memory; groups on several hosts have no other way there. ``"auto"``: measured
             on devices and over several hosts, placed elsewhere, as shared memory between processes
             is always faster. The path of a file that ends with ``.json``: as it was measured

@@ -77,6 +77,7 @@ class Preparation:
         refusal: Why its plans place nothing; None if they may.
         memory: Name of the memory backend that was last agreed on; empty before.
         at_once: Bytes that may be taken before torch's allocator has given back what it cached.
+        slack: As in `symmplan.memory.room.Room`, as it was last agreed on.
     """
 
     options: Options
@@ -85,6 +86,7 @@ class Preparation:
     refusal: Refusal | None = field(init=False, default=None)
     memory: str = field(init=False, default="")
     at_once: int = field(init=False, default=sys.maxsize)
+    slack: tuple[int, ...] = field(init=False, default=())
     _agreed: WeakSet[Any] = field(init=False, factory=WeakSet)
 
     @property
@@ -223,7 +225,7 @@ class Preparation:
             usage=usage,
             below=below,
         )
-        self.at_once = room.at_once
+        self.at_once, self.slack = room.at_once, room.slack
         return room.nbytes
 
     def plan(self, captured: Captured) -> Plan:

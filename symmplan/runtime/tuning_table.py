@@ -19,7 +19,7 @@ from attrs import asdict, field, frozen
 
 from symmplan.errors import BackendError
 from symmplan.memory import BACKENDS
-from symmplan.model import AlgorithmName
+from symmplan.model import PUSHES, AlgorithmName
 from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def ruled(
         pushes: Whether it can be made of pushes.
     """
     found = None if table is None else table.algorithm(op, ranks, nbytes)
-    if found == "push" and not pushes:
+    if found in PUSHES and not pushes:
         found = "symmetric"
     if found is not None:
         return found, "" if found != "ordinary" else "the tuning table says so"

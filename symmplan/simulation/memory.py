@@ -26,11 +26,11 @@ from symmplan.torch_private.fake_world import followed_memory
 from symmplan.torch_private.ops import tree_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
 __all__ = ["Kind", "Storages"]
 
-Kind = Literal["parameters", "gradients", "optimizer", "activations", "placed", "segment"]
+Kind = Literal["parameters", "gradients", "optimizer", "activations", "placed", "segment", "held"]
 
 
 @define(eq=False)
@@ -48,6 +48,9 @@ class Storages:
     _changes: list[tuple[_Storage, int]] = field(factory=list)
     _live: dict[int, tuple[_Storage, Any]] = field(factory=dict)
     _begin: int = 0
+    _now: int = 0
+    _highest: int = 0
+    _lately: int = 0
     _modules: weakref.WeakSet[torch.nn.Module] = field(factory=weakref.WeakSet)
 
     def seen(self, tensor: torch.Tensor) -> _Storage:
@@ -78,12 +81,47 @@ class Storages:
 
     def begin(self) -> None:
         """The program has built what it trains. It may have built more than one thing."""
-        self._begin = len(self._changes)
+        self._begin, self._highest = len(self._changes), self._now
+
+    def allocated(self) -> tuple[int, int]:
+        """Bytes of all but segments: now, and at most since the program has built what it trains.
+
+        All is counted where FSDP2 has it that will lie in a placement.
+        """
+        self._count()
+        return self._now, self._highest
+
+    def lately(self) -> int:
+        """The most since somebody asked for it."""
+        self._count()
+        most, self._lately = self._lately, self._now
+        return most
+
+    def _count(self) -> None:
+        self._highest, self._lately = max(self._highest, self._now), max(self._lately, self._now)
+
+    def segment(self, tensor: torch.Tensor) -> None:
+        """What was made last lies in a segment, or is one."""
+        storage = self.seen(tensor)
+        if storage.kind != "segment":
+            storage.kind = "segment"
+            self._now -= storage.nbytes
+
+    def hold(self, nbytes: int, tensor: torch.Tensor) -> _Storage:
+        """Bytes that a planned program has besides, until a tensor's storage is gone."""
+        made = _Storage("held")
+        self._resize(made, nbytes)
+        weakref.finalize(tensor.untyped_storage(), self._resize, made, 0).atexit = False
+        return made
 
     def _resize(self, storage: _Storage, nbytes: int) -> None:
-        if nbytes != storage.nbytes:
-            self._changes.append((storage, nbytes - storage.nbytes))
-            storage.nbytes = nbytes
+        if nbytes == storage.nbytes:
+            return
+        self._changes.append((storage, nbytes - storage.nbytes))
+        if storage.kind not in ("segment", "held"):
+            self._count()
+            self._now += nbytes - storage.nbytes
+        storage.nbytes = nbytes
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -128,11 +166,12 @@ class Storages:
         all_ = [p for m in tuple(self._modules) for p in m.parameters(recurse=False)]
         return sum(p.grad is not None for p in all_) / max(1, len(all_))
 
-    def peak(self) -> dict[Kind, int]:
+    def peak(self, held: Collection[_Storage] = ()) -> dict[Kind, int]:
         """Bytes of each kind at the moment at which all but what is placed are most.
 
-        What came before `begin` does not count. The state of optimizers does all the time: it is
-        made at the end of the first step, and is there in each later one.
+        Of what `hold` gave only ``held`` counts, among activations. What came before `begin` does
+        not count. The state of optimizers does all the time: it is made at the end of the first
+        step, and is there in each later one.
         """
         now: dict[Kind, int] = dict.fromkeys(
             ("parameters", "gradients", "optimizer", "activations"), 0
@@ -141,9 +180,10 @@ class Storages:
         most, at = -1, dict(now)
         total = 0
         for index, (storage, change) in enumerate(self._changes):
-            if storage.kind in ("placed", "segment", "optimizer"):
+            kind: Kind = "activations" if storage in held else storage.kind
+            if kind not in now or kind == "optimizer":
                 continue
-            now[storage.kind] += change
+            now[kind] += change
             total += change
             if total > most and index >= self._begin:
                 most, at = total, dict(now)
@@ -156,7 +196,7 @@ class Storages:
         """
         most = total = 0
         for index, (storage, change) in enumerate(self._changes):
-            if storage.kind not in ("segment", "optimizer"):
+            if storage.kind not in ("segment", "optimizer", "held"):
                 total += change
                 most = max(most, total if index >= self._begin else 0)
         return most + self._most("optimizer")

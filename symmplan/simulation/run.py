@@ -15,10 +15,11 @@ import torch.distributed as dist
 from attrs import define
 
 from symmplan.coordination.own import in_own_work
-from symmplan.coordination.world import SimulatedCall, World, current, enter, leave
+from symmplan.coordination.world import Planner, SimulatedCall, World, current, enter, leave
 from symmplan.errors import BackendError, OptionError, SimulationError
 from symmplan.memory import BACKENDS
 from symmplan.memory.topology import simulated
+from symmplan.model import PUSHES
 from symmplan.runtime.algorithms import is_target
 from symmplan.runtime.options import function, whole
 from symmplan.runtime.tuning_table import read_table, ruled
@@ -134,6 +135,8 @@ def simulate(
     )
     storages = Storages()
     world.seen, world.on_join = storages.seen, storages.begin
+    world.hold, world.allocated = storages.hold, storages.allocated
+    world.is_segment, world.lately = storages.segment, storages.lately
     world.reads_values = fake_world.reads_values
     ran = Ran(world)
     ops, begin = 0, time.monotonic()
@@ -225,10 +228,9 @@ def _report(
     world = ran.world
     ran.planned()
     for planner, known_by, storage in world.buffers:
-        if planner is None:
-            storage.kind = "segment"
-        elif planner.algorithm(known_by) != "ordinary":
+        if planner.algorithm(known_by) != "ordinary":
             storage.kind = "placed"
+    held = {storage for planner, known, storage in world.held if _pushes(planner, known)}
     rows = [Row(call, algorithm, _span(call, world)) for call, algorithm in _algorithms(ran)]
     return SimulationReport(
         ranks=world.ranks,
@@ -237,7 +239,7 @@ def _report(
         plans=tuple(plans),
         peak_bytes=sum(s.nbytes for s in world.segments if not s.released),
         lower_bound_bytes=sum(p.lower_bound_bytes for p in plans),
-        ordinary_bytes=Ordinary(**storages.peak()),
+        ordinary_bytes=Ordinary(**storages.peak(held)),
         device_bytes_without=storages.most_without(),
         collectives=tuple(
             Collective(
@@ -266,7 +268,7 @@ def _algorithms(ran: Ran) -> Iterator[tuple[SimulatedCall, AlgorithmName]]:
 
 def _in_levels(call: SimulatedCall, algorithm: AlgorithmName, world: World) -> AlgorithmName:
     """How a collective runs, with the hosts of its group."""
-    if algorithm not in ("symmetric", "push") or not simulated(
+    if algorithm not in ("symmetric", *PUSHES) or not simulated(
         group_by_name(call.group)
     ).two_levels(world.memory):
         return algorithm
@@ -280,6 +282,11 @@ def _span(call: SimulatedCall, world: World) -> Span:
     there = Counter(rank // each for rank in ranks)
     counts = {*there.values()}
     return Span(len(ranks), len(there), counts.pop() if len(counts) == 1 else 0)
+
+
+def _pushes(planner: Planner, known_by: Any) -> bool:
+    """Whether a collective is a push, which has its gradients until it is over."""
+    return planner.algorithm(known_by) in PUSHES
 
 
 def _size(group: str) -> int:

@@ -275,7 +275,17 @@ def drawn(seed, ranks=None):
         hybrid=ranks == 4 and draw.flag(0.15),
         optimizer=draw.choice(["SGD", "AdamW"]),
         choose=draw.often(
-            "placed", "push", "copy engine", "ordinary", "measure", "auto", "table", share=0.4
+            *(
+                "placed",
+                "push",
+                "shared push",
+                "copy engine",
+                "ordinary",
+                "measure",
+                "auto",
+                "table",
+            ),
+            share=0.4,
         ),
         unsharded_modules=draw.often(None, 1, 2, 3, 5, share=0.6),
         capacity=draw.often(None, 4096, 12_000, 24_000, 1 << 20, share=0.75),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ranks import pool_of
 
 import symmplan
-from symmplan.capture.fsdp_memory import needed
+from symmplan.capture.fsdp_memory import needed, needed_more
 from symmplan.capture.fsdp_recording import Key, Look, Recording
 from symmplan.memory import room
 from symmplan.memory.device_memory import DeviceMemory
@@ -90,13 +90,21 @@ class _Allocator:
 _bytes = st.integers(0, 500)
 
 
-@example([(0, 0, 50)], 0)
+@example([(0, 0, 50)], 0, set())
 @given(
-    st.lists(st.tuples(*[st.integers(0, 500)] * 3), min_size=1, max_size=12), st.integers(0, 400)
+    st.lists(st.tuples(*[st.integers(0, 500)] * 3), min_size=1, max_size=12),
+    st.integers(0, 400),
+    st.sets(st.integers(0, 11)),
 )
-def test_the_need_of_a_recorded_step_is_what_is_left_without_its_own_buffers(layers, left):
-    """Each layer: bytes that it saves for backward, that it has for a moment, and others behind."""
+def test_the_need_of_a_recorded_step_is_what_is_left_without_its_own_buffers(
+    layers, left, ordinary
+):
+    """Each layer: bytes that it saves for backward, that it has for a moment, and others behind.
+
+    The plan leaves some layers ``ordinary``.
+    """
     allocator, recording, seen, looked = _Allocator(), Recording(), [0], [0]
+    stay, stays = [0], [0]
     sizes = [64 * (i % 3 + 1) for i in range(len(layers))]
 
     def look(*, own=False):
@@ -105,19 +113,24 @@ def test_the_need_of_a_recorded_step_is_what_is_left_without_its_own_buffers(lay
         looked[0] = allocator.most
         recording.moments.append(Look(len(recording.events), allocator.allocated, most, own))
         seen.append(allocator.ordinary)
+        stays.append(allocator.ordinary + stay[0])
+
+    def replaced(i, nbytes):
+        allocator.change(replaced=nbytes)
+        stay[0] += nbytes if i in ordinary else 0
 
     def gathered(i, *, backward):
         look()
         key = Key(f"l{i}", "all_gather", sizes[i], "uint8", backward)
         index = recording.begin(key, sizes[i])
-        allocator.change(replaced=sizes[i])
+        replaced(i, sizes[i])
         look(own=True)
         recording.run(index, "g")
-        allocator.change(replaced=sizes[i])  # the parameters
+        replaced(i, sizes[i])  # the parameters
         recording.filled[index] = len(recording.events)
         look(own=True)
         recording.drop(index)
-        allocator.change(replaced=-sizes[i])
+        replaced(i, -sizes[i])
         return index
 
     for backward in (False, True):
@@ -128,18 +141,29 @@ def test_the_need_of_a_recorded_step_is_what_is_left_without_its_own_buffers(lay
             allocator.change(ordinary=-saved if backward else saved)
             look()
             recording.release(index)
-            allocator.change(replaced=-sizes[i])
+            replaced(i, -sizes[i])
             allocator.change(ordinary=behind)
             allocator.change(ordinary=-behind)
     allocator.change(ordinary=left)
     look()
-    need, peak = needed(recording, {f"l{i}": n for i, n in enumerate(sizes)})
+    unsharded = {f"l{i}": n for i, n in enumerate(sizes)}
+    need, peak, slack = needed(recording, unsharded)
     # What the step leaves behind is there in the next one while it does all that again.
     assert need >= left + max(seen[:-1])
     assert need >= allocator.most_ordinary
     assert allocator.most <= peak <= allocator.most + left
     assert need <= peak
-    assert needed(Recording(), {}) == (0, 0)
+    assert needed(Recording(), {}) == (0, 0, ())
+
+    def more(which):
+        def algorithm(call):
+            return "ordinary" if int(call.key.site[1:]) in which else "symmetric"
+
+        return needed_more(recording, recording.collectives, unsharded, algorithm, slack)
+
+    assert more(()) == 0
+    assert need + more(range(12)) == peak
+    assert left + max(stays[:-1]) <= need + more(ordinary) <= peak
 
 
 # Ranks whose device is full.

@@ -66,7 +66,7 @@ AGREED = {
         dtypes has_own_gather orig_dtype outputs_of param_dtype size uint8
     """,
     "the program's calls, and what was counted of them": """
-        Key _arrived _last _unmet to flat _log _modules _next _reduced _seen
+        Key _arrived _last _unmet again to flat _log _modules _next _reduced _seen
         _site _slot _strange _tries _waiting _was_backward base buffer
         dtype element_size exchanges factor_of gathers group_name in_backward
         kind log numel occupancy of_backward pop prod ran removeprefix replans

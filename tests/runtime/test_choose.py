@@ -73,6 +73,7 @@ def test_a_device_is_measured_and_shared_memory_is_not():
         "symmetric": ("symmetric", "symmetric"),
         "copy engine": ("copy engine", "copy engine"),
         "push": ("push", "push"),
+        "shared push": ("shared push", "shared push"),
         "two-level": ("two-level", "two-level"),
         "pipelined": ("pipelined", "pipelined"),
     }

@@ -5,9 +5,15 @@ from __future__ import annotations
 import functools
 import json
 
+import attrs
+import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulate_programs import Config, program
+from simulate_programs import Config, Net, program
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import symmplan
 
@@ -45,6 +51,71 @@ def test_what_a_device_has_without_is_what_it_has_where_all_is_ordinary(config):
     assert facts["device_bytes"] == report.device_bytes
     assert facts["device_bytes_without"] == report.device_bytes_without
     assert "without symmplan" in report.summary()
+
+
+def trained(layers, tokens, reduce, replicas):
+    """FSDP2 or HSDP in bfloat16, with blocks that are large enough for devices' algorithms."""
+    world = dist.get_world_size()
+    shape, names = ((world,), None)
+    if replicas > 1:
+        shape, names = (replicas, world // replicas), ("replicate", "shard")
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce)
+    options = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names), "mp_policy": policy}
+    model = Net(512, (2,) * layers)
+    for block in (*model.blocks, model):
+        fully_shard(block, **options)
+    symmplan.fsdp.apply(model)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for _ in range(2):
+        model(torch.randn(tokens, 512)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("reduce", [None, torch.float32])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_a_device_has_no_more_with_pushes_than_without(tokens, replicas, reduce):
+    """Where activations count: gathers and slots have bytes that FSDP2 would have."""
+    run = functools.partial(trained, 3, tokens, reduce, replicas)
+    report = symmplan.simulate(run, ranks=8)
+    assert report.device_bytes <= report.device_bytes_without
+    if reduce is not None and tokens == 1024:  # FSDP2 widens gradients, and has them so
+        assert report.device_bytes < report.device_bytes_without
+    found = {(c.op, c.algorithm) for c in report.collectives if c.nbytes > 1 << 20}
+    assert {("all_gather", "copy engine"), ("reduce_scatter", "shared push")} <= found
+    if tokens == 1024 and replicas == 1:
+        wide = functools.partial(with_capacity, run)
+        assert symmplan.simulate(wide, ranks=8).device_bytes > report.device_bytes
+
+
+@settings(max_examples=5, suppress_health_check=list(HealthCheck), deadline=None)
+@given(configs(), st.sampled_from((512, 700, 1024)))
+def test_a_device_never_has_more_than_without(config, dim):
+    """Whatever that takes: tiny batches leave room for little.
+
+    The slots of experts are there all the time, which the bytes that they replace are not.
+    """
+    run = functools.partial(program, attrs.evolve(config, dim=dim))
+    report = symmplan.simulate(run, ranks=config.ranks)
+    slots = 0
+    if config.kind == "experts":
+        (slots,) = (p.peak_bytes for p in report.plans if _of_experts(p))
+    assert report.device_bytes <= report.device_bytes_without + slots
+
+
+def _of_experts(plan):
+    return not any("c10d" in b.op for b in (*plan.problem.buffers, *plan.unplanned))
+
+
+def with_capacity(run):
+    """A program whose plans may take any number of bytes."""
+    before = symmplan.fsdp.apply
+    symmplan.fsdp.apply = functools.partial(before, capacity="1TiB")
+    try:
+        return run()
+    finally:
+        symmplan.fsdp.apply = before
 
 
 def ordinary(run):

@@ -264,7 +264,7 @@ class CompiledGraph:
                 room -= kept
             else:  # pinned inputs are demoted first: they are bytes for good
                 keep = {"keep": frozenset()}
-        plan, made = fitting.fit(room, planned, pool.taken, **keep)
+        plan, made = fitting.fit(room, planned, lambda plan, _: pool.taken(plan), **keep)
         if joined:
             self.record.plans.update(dict.fromkeys(self.record.plans, plan))
         structure = structure_of(plan)

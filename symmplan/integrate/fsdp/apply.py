@@ -227,8 +227,9 @@ def apply(
             memory, over the model's own groups. ``"copy engine"``: all run without kernels if the
             backend has copy engines, reduce-scatters as an all-to-all and a local sum. ``"push"``:
             gradients go straight to the rank that sums them, and copy engines gather.
-            ``"ordinary"``: all run as FSDP2 runs them. ``"auto"``: measured on devices, placed
-            elsewhere. The path of a ``.json`` file: as measured elsewhere, see `symmplan.simulate`.
+            ``"shared push"``: the same into bytes that released parameters had. ``"ordinary"``: all
+            run as FSDP2 runs them. ``"auto"``: measured on devices, placed elsewhere. The path of a
+            ``.json`` file: as measured elsewhere, see `symmplan.simulate`.
         capacity: Most bytes that the segments may take on any rank, as a number or as text such as
             ``"40GiB"``. None for what the program has without symmplan, less a tenth: the memory
             that is free when the plan is made, and the memory that the plan replaces. All ranks use

@@ -13,8 +13,10 @@ from symmplan.coordination.world import on_device
 from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
 from symmplan.memory import BACKENDS
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
+from symmplan.model import PUSHES
 from symmplan.planner.budget import Demotable, together
 from symmplan.runtime.cases import Case, cut
+from symmplan.runtime.choice import MEETING
 from symmplan.runtime.clock import at_once
 from symmplan.torch_private import fsdp2, nccl
 
@@ -131,7 +133,7 @@ def case_of(
     elif gathers and on_device(device) and not is_whole_words(call.nbytes // ranks):
         algorithms = ("copy engine",)
     elif not gathers and _pushes(call, memory):
-        algorithms = ("symmetric", "copy engine", "push")
+        algorithms = ("symmetric", "copy engine", *PUSHES)
     computes = device.type == "cuda"  # FSDP2 does not say how much a step computes meanwhile
     return CallCase(
         op=call.key.kind,
@@ -180,8 +182,13 @@ def demotables_of(planned: Iterable[Planned], chosen: Chosen[Call]) -> list[Demo
     for p in placed:
         call, algorithm, choice = p.call, p.algorithm.name, chosen.of.get(p.call)
         less: dict[AlgorithmName, float] = {"ordinary": 0.0}
-        if call.key.kind == "reduce_scatter" and algorithm in ("copy engine", "push"):
+        known: dict[AlgorithmName, float] = {}
+        if call.key.kind == "reduce_scatter" and algorithm == "copy engine":
             less = {"symmetric": 0.5, "ordinary": 0.0}
+        elif algorithm == "push":  # of two slots
+            share = call.nbytes / (2 * call.pushed_bytes)
+            less = {"symmetric": share, "shared push": 0.0, "ordinary": 0.0}
+            known = {"shared push": MEETING}
         buffers = [b for b in (p.buffer, p.received) if b and call.nbytes >= largest.get(b, 0)]
         demotables.append(
             Demotable(
@@ -192,6 +199,7 @@ def demotables_of(planned: Iterable[Planned], chosen: Chosen[Call]) -> list[Demo
                 nbytes=call.nbytes,
                 buffers=frozenset(buffers),
                 less=less,
+                known=known,
                 seconds={} if choice is None else choice.seconds,
             )
         )

@@ -16,17 +16,19 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from symmplan.capture.fsdp_memory import needed
 from symmplan.capture.fsdp_recording import Look
+from symmplan.coordination.all_gather import all_agree
 from symmplan.coordination.groups import resolve_groups
 from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp.push import Pushes
 from symmplan.integrate.fsdp.sums import warm_up
 from symmplan.memory import agree
 from symmplan.memory.cache import fits
-from symmplan.memory.device_memory import device_memory
+from symmplan.memory.device_memory import device_memory, most_lately
+from symmplan.memory.held import bytes_beside
 from symmplan.memory.room import Usage
 from symmplan.memory.streams import current_stream, synchronize
 from symmplan.runtime.engines import Engines, known_of, register
@@ -81,6 +83,7 @@ class Memory:
         preparation: What the ranks agree on, and how they get memory.
         recording: What is being recorded.
         usage: What the program had before the first plan; None before, and where nobody looks.
+        looked: The recording by which that is known.
     """
 
     def __init__(self, options: Options) -> None:
@@ -94,6 +97,7 @@ class Memory:
         self.captured = False
         self.preparation = Preparation(options, "symmplan.fsdp", "FSDP2")
         self.usage: Usage | None = None
+        self.looked: Recording | None = None
         self.recording: Recording | None = None
         self._most = 0
         self._options = options
@@ -222,11 +226,11 @@ class Memory:
 
     def element(self, place: Placement, dtype: torch.dtype) -> torch.Tensor:
         """One element that looks like all of a buffer to which nothing is copied."""
-        slot = self.at(place, dtype)
+        segment = self._arenas[0].segments[place.segment].tensor
         try:
-            return torch.empty(1, dtype=dtype, device=slot.device)
-        except torch.OutOfMemoryError:  # whoever keeps that of the slot sees it change
-            return slot[:1]
+            return torch.empty(1, dtype=dtype, device=segment.device)
+        except torch.OutOfMemoryError:  # whoever keeps that of the segment sees it change
+            return segment[: dtype.itemsize].view(dtype)
 
     def pushes(self, scheduled: ScheduledCollective) -> Pushes:
         """What reduces over a collective's group by pushes."""
@@ -242,6 +246,14 @@ class Memory:
             self._pushes[group] = Pushes(peers, synchronizes, rank, self.device)
         return self._pushes[group]
 
+    def meet(self) -> None:
+        """The ranks meet where a reduction failed between its push and its meeting.
+
+        Collective: yes, over the groups of which one did.
+        """
+        for pushes in self._pushes.values():
+            pushes.meet()
+
     # Segments.
 
     def look(self, *, own: bool = False) -> None:
@@ -256,10 +268,9 @@ class Memory:
         if self.usage is None and recording is not None:
             there = device_memory(self.device)
             if there is not None:
-                most = there.allocated
-                # Torch says only what was the most so far.
-                if recording.moments and there.most_allocated > self._most:
-                    most = there.most_allocated
+                most = most_lately(there, self._most)
+                if not recording.moments:
+                    most = there.allocated
                 self._most = max(self._most, there.most_allocated)
                 recording.moments.append(Look(len(recording.events), there.allocated, most, own))
 
@@ -290,8 +301,9 @@ class Memory:
             if last is None or last[:2] != (len(recording.events), there.allocated):
                 self.recording = recording
                 self.look()
-            need, peak = needed(recording, unsharded)
-            self.usage = Usage(need, there.most_reserved + max(0, peak - self._most))
+            self.looked = recording
+            need, peak, slack = needed(recording, unsharded)
+            self.usage = Usage(need, there.most_reserved + max(0, peak - self._most), slack)
 
     def room(self, *, below: bool) -> int:
         """How many bytes a plan may take; the same on all ranks.
@@ -306,14 +318,23 @@ class Memory:
         stays = self.segment_bytes - held
         if any(in_use(arena.segments.values()) for arena in self._arenas):
             stays, held = stays + held, 0
-        preparation = self.preparation
+        preparation, usage = self.preparation, self.usage
+        if usage is not None and self.looked is not None:
+            looks = [look.events for look in self.looked.moments]
+            seen = [self.looked.events, looks, sorted(self.looked.filled.items())]
+            if not all_agree("looks", repr(seen), self.groups, self._options.timeout):
+                usage = evolve(usage, slack=())
+            # Of what was made since the step was recorded, tenants may come to live here.
+            tenants = [tenant.arena for tenant in self.tenants if tenant is not None]
+            others = bytes_beside([*self._arenas, *self._older, *tenants])
+            usage = evolve(usage, most=usage.most - others)
         return preparation.room(
             preparation.memory,
             self.device,
             self.groups,
             held=held,
             stays=stays,
-            usage=self.usage,
+            usage=usage,
             below=below,
         )
 

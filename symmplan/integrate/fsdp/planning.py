@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
+from symmplan.capture.fsdp_memory import needed_more
 from symmplan.capture.fsdp_recording import with_widest
 from symmplan.capture.fsdp_unsharded import kept_after_forward
 from symmplan.coordination.all_gather import all_agree, all_gather_json, telling
@@ -237,10 +238,12 @@ class Planning:
             room = self._memory.room(below=self.live is None)
             for tenants in self._tenants(recordings):
                 made = problem.plan(tenants, {})
-                if self._alike(made.plan, tenants, room):
+                if self._alike(made, tenants, room, recordings[0].collectives):
                     held = self._memory.prepare(made.plan)
                     return evolve(problem.advised(made), held=held)
-        plan, made = within(room, planned)
+        plan, made = within(
+            room, planned, lambda _, made: self._taken(made, recordings[0].collectives)
+        )
         held = self._memory.prepare(plan)
         return evolve(problem.advised(evolve(made, plan=plan)), held=held)
 
@@ -281,14 +284,40 @@ class Planning:
         ranks = [{*dist.get_process_group_ranks(r.group.process_group)} for r in met]
         return all(of == mesh for of in ranks for mesh in self._ranks_of_meshes)
 
-    def _alike(self, plan: Plan, tenants: Mapping[int, Sequence[Buffer]], room: int) -> bool:
+    def _taken(self, made: StepPlan, first: Sequence[Call]) -> int:
+        """Bytes of a plan, and those that the program has besides where nobody set a limit.
+
+        Args:
+            made: The plan.
+            first: The collectives of the step whose memory was looked at.
+        """
+        recording = self._memory.looked
+        if self._options.capacity is not None or recording is None:
+            return made.plan.peak_bytes
+        placed = {p.call: p.algorithm.name for p in made.stretches[0] if p.buffer is not None}
+        return made.plan.peak_bytes + needed_more(
+            recording,
+            first,
+            {site: x.nbytes for site, x in self.layouts.items()},
+            lambda call: placed.get(call, "ordinary"),
+            self._memory.preparation.slack,
+        )
+
+    def _alike(
+        self,
+        made: StepPlan,
+        tenants: Mapping[int, Sequence[Buffer]],
+        room: int,
+        first: Sequence[Call],
+    ) -> bool:
         """Whether all ranks that meet, in the model or in a tenant, have the same plan that fits.
 
         Collective: yes, over all groups of the model and of the tenants.
         """
         names = dict.fromkeys(g.group for needs in tenants.values() for g in needs)
         groups = {n: g.process_group for n, g in resolve_groups(names).items()}
-        mine = plan.fingerprint if plan.peak_bytes <= room and not plan.barriers else ""
+        fits = self._taken(made, first) <= room and not made.plan.barriers
+        mine = made.plan.fingerprint if fits else ""
         groups = {**self._memory.groups, **groups}
         return all_agree("suballocations", mine, groups, self._options.timeout)
 

@@ -12,6 +12,16 @@ added to them at once.
     they have summed k. Where a program leaves the order of the plan and needs a slot twice in a
     row, a step has an odd number of reductions, or one failed between a push and its meeting, the
     ranks meet once more before.
+
+[Note: shared slots]
+    Two slots are as many bytes as two gathers, all the time. Where there is no room for them, each
+    reduction has a slot of its own in bytes that others have before and after: mostly those of the
+    parameters that its module has just released. A rank takes them, and then the ranks meet, before
+    any of them pushes. Whoever has the bytes next waits for the sum.
+
+    If somebody on this rank stays in the bytes, this rank comes to that meeting only when it can
+    sum: it sets the bytes aside, meets, pushes, meets, sums, and puts them back. If a step fails
+    between a push and its meeting, peers may still be pushing: the ranks meet before anything else.
 """
 
 from __future__ import annotations
@@ -26,10 +36,11 @@ from symmplan.coordination.own import own_work
 from symmplan.integrate.fsdp.ops import factor_of
 from symmplan.integrate.fsdp.sums import OwnRow, sum_parts, sum_rows, sums_parts
 from symmplan.memory.streams import current_stream, mark, on_stream, wait_for
+from symmplan.runtime.leases import set_aside
 from symmplan.torch_private import autograd
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from symmplan.memory.segment import Rendezvous
     from symmplan.memory.streams import Mark
@@ -61,6 +72,9 @@ class Pushes:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last: Placement | None = None
         self._unmet = False
+        # A shared slot that was not summed yet, and what is pushed late.
+        self._shared: Placement | None = None
+        self._late: Callable[[], None] | None = None
         # On devices: after the last meeting, and the last sum.
         self._met: list[Mark] = []
         self._summed: list[Mark] = []
@@ -75,6 +89,7 @@ class Pushes:
         slot: Placement,
         dtype: torch.dtype,
         travels: torch.dtype,
+        take: Callable[[], bool] | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Push each rank's part of the gradients, from the current stream on.
 
@@ -83,30 +98,69 @@ class Pushes:
             slot: Where each rank receives.
             dtype: In which FSDP2 reduces.
             travels: As `sent_as` says.
+            take: Takes the bytes of a shared slot, whether that can be; None if it is none.
 
         Returns:
             What has to stay alive until the current stream has waited for the reduction.
 
-        Collective: if the last reduction had the same slot, or never came to its meeting.
+        Collective: if the slot is shared or the last reduction had the same, or that never came to
+        its meeting.
         """
-        again = self._unmet or self._last == slot
+        shared = take is not None
+        again = shared or self._unmet or self._last == slot
         self._last, self._unmet = slot, True
         if travels == dtype:
             # Where there is no room for that, the copies cast.
             with contextlib.suppress(torch.OutOfMemoryError):
                 gradients = [g.to(dtype) for g in gradients]
-        if self._stream is None:
+        self._shared = slot if shared else None
+        kept = tuple(gradients)  # FSDP2 forgets those of its list
+
+        def push() -> None:
             if again:
                 self._meeting.barrier()
-            self._copy(gradients, slot, travels)
-            return tuple(gradients)
+            self._copy(kept, slot, travels)
+
+        if self._stream is None:
+            if take is None or take():
+                push()
+            else:
+                self._late = push
+            return kept
         self._stream.wait_stream(current_stream(self._stream.device))
         with on_stream(self._stream):
             wait_for(self._summed if again else self._met)
-            if again:
-                self._meeting.barrier()
-            self._copy(gradients, slot, travels)
-        return tuple(gradients)
+            if take is None or take():
+                push()
+            else:
+                self._late = push
+        return kept
+
+    def meet(self) -> None:
+        """Meet the peers if a reduction with a shared slot failed before its meeting.
+
+        Collective: then.
+        """
+        if self._shared is None or not self._unmet:
+            return
+        with self._aside():
+            self._meeting.barrier()
+        self._unmet, self._shared = False, None
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What is late is pushed; whoever has the bytes of the slot has them again afterwards."""
+        late, self._late = self._late, None
+        stream = self._stream
+        if stream is not None:
+            current_stream(stream.device).wait_stream(stream)
+        if late is None:
+            yield
+            return
+        assert self._shared is not None
+        with set_aside(self._peers[self._rank][self._shared.offset : self._shared.end]):
+            late()
+            yield
 
     def reduce(
         self, output: torch.Tensor, op: Any, rounded: torch.dtype, *, add: bool = False
@@ -130,13 +184,11 @@ class Pushes:
 
         @own_work
         def act() -> None:
-            stream = self._stream
-            if stream is not None:
-                current_stream(stream.device).wait_stream(stream)
-            self._meeting.barrier()
-            self._unmet, self._met = False, _marked(stream)
-            self._sum(output.view(-1), factor, rounded, add=add)
-            self._summed = _marked(stream)
+            with self._aside():
+                self._meeting.barrier()
+                self._unmet, self._met = False, _marked(self._stream)
+                self._sum(output.view(-1), factor, rounded, add=add)
+                self._summed = _marked(self._stream)
 
         return act
 

@@ -130,12 +130,14 @@ class Runtime:
         self._arrived = None
         scheduled = self._follow(key)
         place = None if scheduled is None or not self.executor.serves else scheduled.place
-        lease = send = None
+        lease = send = take = None
         if place is None or scheduled is None or scheduled.zero_copy:
             base = plain()
         elif scheduled.pushed:
             base = self.memory.element(place, dtype)
             send = functools.partial(self.memory.pushes(scheduled).send, slot=place, dtype=dtype)
+            if scheduled.algorithm.name == "shared push":
+                take = functools.partial(self.memory.take, place)
         else:
             lease = self.memory.take(place)
             base = plain() if lease is None else self.memory.at(place, dtype)
@@ -143,7 +145,7 @@ class Runtime:
         slot = Slot(
             key, base, plain, scheduled=scheduled, lease=lease, expected=expected, send=send
         )
-        slot.pushed = send is not None
+        slot.pushed, slot.take = send is not None, take
         if self._log is not None:
             slot.log, slot.index = self._log, self._log.begin(key, key.numel * dtype.itemsize)
             self.memory.look(own=True)
@@ -151,6 +153,7 @@ class Runtime:
                 self._log = None
         if slot.pushed:
             return base.expand(key.numel), slot
+        slot.hold = functools.partial(self.executor.hold, key)
         tensor, slot.base = self.executor.lease_out(base, slot.drop)
         self.executor.buffer(key, tensor)
         return tensor, slot
@@ -164,6 +167,7 @@ class Runtime:
             listen(self._log, device)
         self.memory.recording = self._log
         self.memory.look()
+        self.memory.meet()
         captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if captured and self.schedule is None:
             raise RunError(
@@ -285,7 +289,7 @@ class Runtime:
             return plain(buffer)
         name = c10d.group_name(group)
         self.memory.groups.setdefault(name, group)
-        slot.run(name)
+        slot.run(name, buffer)
         if slot.log is not None and slot.key.kind == "all_gather":
             self._last[slot.key.site] = (slot.log, slot.index)
         self._was_backward = slot.key.of_backward
@@ -300,7 +304,6 @@ class Runtime:
                 "changes",
                 module=slot.key.site,
             )
-        done = slot.key.kind == "reduce_scatter"
         if act is None:
             nbytes = buffer.numel() * buffer.element_size()
             called = self.executor.call(slot.key, slot.key.kind, nbytes, name)
@@ -315,17 +318,15 @@ class Runtime:
         elif slot.lease is not None or slot.pushed:
             with launching(slot.expected):
                 work = act()
-            self.counts.bound += 1
+            self.counts.ran(staged=slot.lease is None and slot.take is not None)
         else:
             work = None
             assert slot.scheduled is not None
             assert slot.scheduled.place is not None
             with launching(slot.expected):
                 self.memory.stage(slot.scheduled.place, slot.base, act, result=result)
-            self.counts.staged += 1
-            self.counts.because(reasons.IN_USE)
-        if slot.lease is not None:
-            slot.lease.issued(work, done=done)
+            self.counts.ran(staged=True)
+        slot.ran(work, done=slot.key.kind == "reduce_scatter")
         return work
 
     def _algorithm(

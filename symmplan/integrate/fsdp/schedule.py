@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from symmplan.capture.fsdp import OPS
+from symmplan.model import PUSHES
 from symmplan.runtime.observe import Expected
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class ScheduledCollective:
     @property
     def pushed(self) -> bool:
         """Whether its input goes straight to the peers; see `symmplan.integrate.fsdp.push`."""
-        return self.runs_by == "push"
+        return self.runs_by in PUSHES
 
 
 class Schedule:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field, frozen
 
+from symmplan.integrate.fsdp import reasons
 from symmplan.integrate.fsdp.push import sent_as
 from symmplan.runtime.observe import launching
 
@@ -54,6 +55,14 @@ class Counts:
     reused: int = 0
     reasons: dict[str, int] = field(factory=dict)
 
+    def ran(self, *, staged: bool) -> None:
+        """A collective ran in its placement, ``staged`` if somebody was in its bytes."""
+        if staged:
+            self.staged += 1
+            self.because(reasons.IN_USE)
+        else:
+            self.bound += 1
+
     def because(self, reason: str) -> None:
         """Count ``reason``."""
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
@@ -76,7 +85,10 @@ class Slot:
         served: How many buffers FSDP2 asked for with it: 2 for a reduce-scatter's output.
         expected: How it is to run, where that is being checked.
         pushed: Whether its bytes go straight to the peers.
+        take: Takes the bytes of a shared slot for the buffer, if nobody uses them.
         send: Pushes the gradients where the buffer has no bytes, until FSDP2 has given them.
+        hold: Told how many bytes are pushed, and of the buffer with which gradients are dropped.
+        sent_bytes: How many are, once FSDP2 has given the gradients.
         flat: That, where gradients are not pushed that the plan has no room for.
         pushing: The gradients that are being pushed. FSDP2 drops the buffer when its stream waits
             for the end of the reduction, so their memory is free then.
@@ -93,7 +105,10 @@ class Slot:
     served: int = 1
     expected: Expected | None = None
     pushed: bool = False
+    take: Callable[[], Lease | None] | None = None
     send: Callable[..., tuple[torch.Tensor, ...]] | None = None
+    hold: Callable[[int, torch.Tensor], None] | None = None
+    sent_bytes: int = 0
     flat: torch.Tensor | None = None
     pushing: tuple[torch.Tensor, ...] = ()
     _seen: Any = None
@@ -109,17 +124,25 @@ class Slot:
         travels = sent_as(gradients, buffer.dtype)
         if self.log is not None:
             self.log.send(self.index, str(travels).removeprefix("torch."))
+        self.sent_bytes = buffer.numel() * travels.itemsize
         send, self.send = self.send, None
         if send is None:
             return buffer
         assert self.scheduled is not None
         assert self.scheduled.place is not None
-        if buffer.numel() * travels.itemsize > self.scheduled.place.nbytes:
+        if self.sent_bytes > self.scheduled.place.nbytes:
             self.pushed, self.flat = False, self.plain()
             return self.flat
         with launching(self.expected):
-            self.pushing = send(gradients, travels=travels)
+            shared = None if self.take is None else self._took
+            self.pushing = send(gradients, travels=travels, take=shared)
         return None
+
+    def _took(self) -> bool:
+        """The bytes of a shared slot are this buffer's, until they are summed; if they can be."""
+        assert self.take is not None
+        self.lease = self.take()
+        return self.lease is not None
 
     def watch(self, buffer: torch.Tensor) -> None:
         """The slot is dropped with this tensor: it has no bytes that others may keep."""
@@ -137,7 +160,21 @@ class Slot:
         if self.log is not None:
             self.log.drop(self.index)
 
-    def run(self, group: str) -> None:
-        """The collective runs."""
+    def run(self, group: str, buffer: torch.Tensor) -> None:
+        """The collective runs; FSDP2 has forgotten the gradients."""
+        if self.hold is not None:
+            self.hold(self.sent_bytes, buffer)
         if self.log is not None:
             self.log.run(self.index, group)
+
+    def ran(self, work: Any, *, done: bool) -> None:
+        """It was issued on the current stream.
+
+        Args:
+            work: What an asynchronous collective returned, or None.
+            done: Nothing touches the bytes after the collective.
+        """
+        if self.lease is not None:
+            self.lease.issued(work, done=done)
+            if self.pushed:  # others may have the bytes before FSDP2 drops a buffer that has none
+                self.lease.drop()

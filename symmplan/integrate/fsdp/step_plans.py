@@ -70,8 +70,8 @@ class StepProblem:
 
     def plan(self, tenants: Tenants, demoted: Demoted) -> StepPlan:
         """A plan, verified."""
-        problem, parameters, stretches = self._problem(tenants, demoted, self.live)
-        plan = plan_with_parameters(problem, parameters, self.effort)
+        problem, parameters, slots, stretches = self._problem(tenants, demoted, self.live)
+        plan = plan_with_parameters(problem, parameters, self.effort, slots)
         plan.verify()
         return StepPlan(plan, stretches, tenants, dict(demoted))
 
@@ -84,8 +84,8 @@ class StepProblem:
         others.pop(alive, None)
         alternatives = []
         for other, live in others.items():
-            problem, parameters, _ = self._problem(made.tenants, made.demoted, live)
-            alternatives.append(Alternative(other, problem, parameters))
+            problem, parameters, slots, _ = self._problem(made.tenants, made.demoted, live)
+            alternatives.append(Alternative(other, problem, parameters, slots))
         plan = evolve(made.plan, unsharded_modules=alive, alternatives=tuple(alternatives))
         return evolve(made, plan=plan)
 
@@ -100,11 +100,13 @@ class StepProblem:
 
     def _problem(
         self, tenants: Tenants, demoted: Demoted, live: int | None
-    ) -> tuple[Problem, frozenset[str], Stretches]:
-        """The problem, the buffers that are parameters themselves, and the collectives."""
+    ) -> tuple[Problem, frozenset[str], frozenset[str], Stretches]:
+        """What is needed, which buffers are parameters and shared slots, and the collectives."""
         algorithm = functools.partial(self.algorithm, demoted)
         problem, stretches = problem_of(
             self._as_kept(live), self.ranks, algorithm, self.zero_copy, tenants, live
         )
-        parameters = frozenset(p.buffer for s in stretches for p in s if p.zero_copy and p.buffer)
-        return problem, parameters, stretches
+        planned = [p for s in stretches for p in s]
+        parameters = frozenset(p.buffer for p in planned if p.zero_copy and p.buffer)
+        shared = (p.buffer for p in planned if p.algorithm.name == "shared push" and p.buffer)
+        return problem, parameters, frozenset(shared), stretches

@@ -88,14 +88,16 @@ def test_all_to_all_and_sum_in_all_kinds_of_programs(two, program, args):
         pytest.param(own_types, (torch.float32,), marks=SEVERAL_TYPES),
     ],
 )
-def test_pushes_in_all_kinds_of_programs(two, program, args):
-    for result in two.run(forced, "push", program, *args):
+@pytest.mark.parametrize("algorithm", ["push", "shared push"])
+def test_pushes_in_all_kinds_of_programs(two, program, args, algorithm):
+    for result in two.run(forced, algorithm, program, *args):
         assert result["differences"] == []
         assert result["stats"]["served"] > 0
-        assert result["stats"]["copies"] == 0
+        moved = (algorithm, args) == ("shared push", (OTHER_ORDERS,))
+        assert result["stats"]["copies"] == 2 * moved  # somebody is in a slot
 
 
-def late_sums(rank, world, blocks):
+def late_sums(rank, world, blocks, algorithm):
     """A rank sums what was pushed to it long after it met its peers, who go on to push."""
     import time
 
@@ -111,16 +113,17 @@ def late_sums(rank, world, blocks):
 
     push.sum_rows = late
     try:
-        with forced_algorithm("push"):
+        with forced_algorithm(algorithm):
             return both(lambda: shard(Net(blocks=blocks)), train, rank)
     finally:
         push.sum_rows = original
 
 
+@pytest.mark.parametrize("algorithm", ["push", "shared push"])
 @pytest.mark.parametrize("blocks", [3, 4])
-def test_nobody_pushes_over_what_a_peer_has_yet_to_sum(two, blocks):
+def test_nobody_pushes_over_what_a_peer_has_yet_to_sum(two, blocks, algorithm):
     """With an even and an odd number of reductions in a step."""
-    for result in two.run(late_sums, blocks):
+    for result in two.run(late_sums, blocks, algorithm):
         assert result["differences"] == []
 
 
