@@ -141,7 +141,7 @@ class Budget:
 
 @frozen
 class Alternative:
-    """The same program with another number of unsharded modules, for `Plan.advice` to try.
+    """The same program planned otherwise, for `Plan.advice` to try.
 
     Attributes:
         unsharded_modules: How many modules' unsharded parameters have bytes at once.
@@ -149,12 +149,14 @@ class Alternative:
         parameters: Names of the buffers that are the parameters themselves; see
             `symmplan.planner.parameters`.
         slots: Names of the buffers that may have bytes of those.
+        demotion: What is demoted; None if nothing is, and the number of modules is another.
     """
 
     unsharded_modules: int
     problem: Problem
     parameters: frozenset[str]
     slots: frozenset[str] = frozenset()
+    demotion: Demotion | None = None
 
 
 @frozen(repr=False)

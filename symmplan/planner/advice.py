@@ -23,7 +23,7 @@ from symmplan.planner.parameters import plan_with_parameters
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from symmplan.model import Buffer, Plan, Problem
+    from symmplan.model import Alternative, Buffer, Plan, Problem
     from symmplan.planner.order import Order
 
 __all__ = ["Advice", "advise"]
@@ -43,7 +43,8 @@ class Advice:
         kind: ``"order"`` (a wait or event is missing), ``"barrier"`` (reuse costs a barrier),
             ``"alignment"``, ``"persistent"``, ``"apart"``, ``"together"``, ``"signal_pad"``,
             ``"pin"``, ``"total"`` (all that save something, together), ``"unsharded_modules"``
-            (of `symmplan.fsdp.apply`), or ``"peak"`` (which buffers make it).
+            (of `symmplan.fsdp.apply`), ``"demotion"`` (what an algorithm that takes fewer bytes
+            would save, which a `capacity=` decides), or ``"peak"`` (which buffers make it).
         saves: Bytes by which `Plan.peak_bytes` falls if the advice is followed; 0 for information
             only.
         text: One sentence for people.
@@ -78,7 +79,13 @@ def advise(plan: Plan) -> tuple[Advice, ...]:
         if saves > 0:
             found.append(evolve(idea, saves=saves))
     found.sort(key=lambda a: (-a.saves, a.kind, a.buffers, a.edges))
-    return (*found, *_total(plan, found), *_known(plan), *_unsharded_modules(plan))
+    return (
+        *found,
+        *_total(plan, found),
+        *_known(plan),
+        *_unsharded_modules(plan),
+        *_demotions(plan),
+    )
 
 
 def _total(plan: Plan, found: list[Advice]) -> Iterator[Advice]:
@@ -246,10 +253,8 @@ def _known(plan: Plan) -> Iterator[Advice]:
 def _unsharded_modules(plan: Plan) -> Iterator[Advice]:
     """The saving of one unsharded module less, and the cost of one more."""
     alive, peak = plan.unsharded_modules or 0, plan.peak_bytes
-    for other in plan.alternatives:
-        needs = plan_with_parameters(
-            other.problem, other.parameters, plan.effort, other.slots
-        ).peak_bytes
+    for other in (a for a in plan.alternatives if a.demotion is None):
+        needs = _needs(other, plan)
         asked = f"unsharded_modules={other.unsharded_modules} needs {abs(needs - peak):,} bytes"
         if other.unsharded_modules < alive and needs < peak:
             text = f"{asked} less; a gather may then have to wait for the module before it"
@@ -260,3 +265,26 @@ def _unsharded_modules(plan: Plan) -> Iterator[Advice]:
                 "backward gathers them no more"
             )
             yield Advice("unsharded_modules", 0, text)
+
+
+def _demotions(plan: Plan) -> Iterator[Advice]:
+    """What each kind of collective costs in symmetric bytes, against one that takes fewer."""
+    for other in plan.alternatives:
+        demotion = other.demotion
+        if demotion is None:
+            continue
+        saves = plan.peak_bytes - _needs(other, plan)
+        seconds = demotion.seconds
+        cost = "not measured" if seconds is None else f"{seconds * 1e3:.3g} ms more in a step"
+        text = (
+            f"{demotion.calls} x {demotion.what} as {demotion.after} instead of "
+            f"{demotion.before} needs {max(0, saves):,} bytes less; {cost}"
+        )
+        yield Advice("demotion", max(0, saves), text)
+
+
+def _needs(other: Alternative, plan: Plan) -> int:
+    """Bytes that a plan otherwise needs."""
+    return plan_with_parameters(
+        other.problem, other.parameters, plan.effort, other.slots
+    ).peak_bytes

@@ -117,6 +117,17 @@ class Demotable:
             return costs
         return self.calls * self.nbytes * _NOMINAL * (1 - self.less[algorithm])
 
+    def demoted(self, algorithm: AlgorithmName) -> Demotion:
+        """What it gives up with another algorithm."""
+        return Demotion(
+            what=self.what,
+            calls=self.calls,
+            nbytes=self.nbytes,
+            before=self.algorithm,
+            after=algorithm,
+            seconds=self.costs(algorithm),
+        )
+
 
 def together(demotables: Iterable[Demotable]) -> list[Demotable]:
     """What all collectives of one kind and size have, given what each of them has."""
@@ -171,17 +182,7 @@ def within(
         other, _, others = make(without)
         if taken(other, others) <= capacity:
             gave, plan, rest = without, other, others
-    paid = tuple(
-        Demotion(
-            what=first[key].what,
-            calls=first[key].calls,
-            nbytes=first[key].nbytes,
-            before=first[key].algorithm,
-            after=algorithm,
-            seconds=first[key].costs(algorithm),
-        )
-        for key, algorithm in gave.items()
-    )
+    paid = tuple(first[key].demoted(algorithm) for key, algorithm in gave.items())
     return evolve(plan, budget=Budget(capacity, wanted, paid)), rest
 
 

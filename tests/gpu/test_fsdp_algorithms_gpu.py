@@ -238,7 +238,7 @@ def loans(rank, world, waits):
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("choose", ["placed", "copy engine", "push", "measure"])
+@pytest.mark.parametrize("choose", ["placed", "copy engine", "push", "shared push", "measure"])
 def test_twenty_steps_are_those_of_plain_fsdp2(pool, choose, bf16):
     for result in pool.run(parity, choose, bf16, False):
         assert result["differences"] == []

@@ -85,8 +85,15 @@ def test_a_device_has_no_more_with_pushes_than_without(tokens, replicas, reduce)
     found = {(c.op, c.algorithm) for c in report.collectives if c.nbytes > 1 << 20}
     assert {("all_gather", "copy engine"), ("reduce_scatter", "shared push")} <= found
     if tokens == 1024 and replicas == 1:
-        wide = functools.partial(with_capacity, run)
-        assert symmplan.simulate(wide, ranks=8).device_bytes > report.device_bytes
+        wide = symmplan.simulate(functools.partial(with_capacity, run), ranks=8)
+        assert wide.device_bytes > report.device_bytes
+        # Its advice knows what the slots cost.
+        advice = {a.text: a.saves for a in wide.plans[0].advice() if a.kind == "demotion"}
+        saves = wide.peak_bytes - report.peak_bytes
+        shared = [text for text in advice if "as shared push instead of push" in text]
+        assert max(advice[text] for text in shared) == saves
+        assert any(f"{saves:,} bytes less; 0.03 ms more in a step" in text for text in shared)
+        assert max(n for text, n in advice.items() if "as ordinary instead of copy" in text) > 0
 
 
 @settings(max_examples=5, suppress_health_check=list(HealthCheck), deadline=None)

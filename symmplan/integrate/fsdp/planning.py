@@ -225,12 +225,14 @@ class Planning:
             live=self.live,
         )
 
+        def demotables(made: StepPlan) -> list[Demotable]:
+            return demotables_of((p for stretch in made.stretches for p in stretch), chosen)
+
         def planned(
             demoted: Mapping[Any, AlgorithmName],
         ) -> tuple[Plan, list[Demotable], StepPlan]:
             made = problem.plan({}, demoted)
-            calls = (p for stretch in made.stretches for p in stretch)
-            return made.plan, demotables_of(calls, chosen), made
+            return made.plan, demotables(made), made
 
         room = None
         if preparation.refusal is None:
@@ -240,12 +242,13 @@ class Planning:
                 made = problem.plan(tenants, {})
                 if self._alike(made, tenants, room, recordings[0].collectives):
                     held = self._memory.prepare(made.plan)
-                    return evolve(problem.advised(made), held=held)
+                    return evolve(problem.advised(made, demotables(made)), held=held)
         plan, made = within(
             room, planned, lambda _, made: self._taken(made, recordings[0].collectives)
         )
         held = self._memory.prepare(plan)
-        return evolve(problem.advised(evolve(made, plan=plan)), held=held)
+        made = evolve(made, plan=plan)
+        return evolve(problem.advised(made, demotables(made)), held=held)
 
     def _tenants(self, recordings: Sequence[Recording]) -> list[dict[int, tuple[Buffer, ...]]]:
         """Who ran meanwhile and can live in suballocations; the same on all ranks.

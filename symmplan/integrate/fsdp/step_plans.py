@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from symmplan.capture.fsdp_recording import Call, Recording
     from symmplan.integrate.fsdp.memory import Held
     from symmplan.model import Algorithm, AlgorithmName, Buffer, Plan, Problem
+    from symmplan.planner.budget import Demotable
 
     #: The collectives of each recording.
     Stretches: TypeAlias = tuple[tuple[Planned, ...], ...]
@@ -75,18 +76,28 @@ class StepProblem:
         plan.verify()
         return StepPlan(plan, stretches, tenants, dict(demoted))
 
-    def advised(self, made: StepPlan) -> StepPlan:
-        """A plan that knows what one module more or less with its parameters would take."""
+    def advised(self, made: StepPlan, demotables: Sequence[Demotable]) -> StepPlan:
+        """A plan that knows what it would take otherwise.
+
+        With one module more or less that has its parameters, and with each of ``demotables`` in
+        algorithms that take fewer bytes.
+        """
         alive = self._alive(self.live)
-        if not alive:
-            return made
-        others = {self._alive(live): live for live in (alive - 1, alive + 1) if live}
-        others.pop(alive, None)
+        others = {}
+        if alive:
+            others = {self._alive(live): live for live in (alive - 1, alive + 1) if live}
+            others.pop(alive, None)
         alternatives = []
         for other, live in others.items():
             problem, parameters, slots, _ = self._problem(made.tenants, made.demoted, live)
             alternatives.append(Alternative(other, problem, parameters, slots))
-        plan = evolve(made.plan, unsharded_modules=alive, alternatives=tuple(alternatives))
+        for demotable in demotables:
+            for algorithm in demotable.less:
+                demoted = {**made.demoted, demotable.key: algorithm}
+                problem, parameters, slots, _ = self._problem(made.tenants, demoted, self.live)
+                gave = demotable.demoted(algorithm)
+                alternatives.append(Alternative(alive, problem, parameters, slots, gave))
+        plan = evolve(made.plan, unsharded_modules=alive or None, alternatives=tuple(alternatives))
         return evolve(made, plan=plan)
 
     def _as_kept(self, live: int | None) -> list[Recording]:
