@@ -48,6 +48,38 @@ def _pipelined(group):
     return graph, found
 
 
+def _writes_shard(x, w, group):
+    whole = F.wait_tensor(F.all_gather_into_tensor(x, RANKS, group))
+    x.add_(1)
+    return whole @ w
+
+
+def _writes_weight(x, w, group):
+    whole = F.wait_tensor(F.all_gather_into_tensor(x, RANKS, group))
+    total = whole.sum()
+    w.add_(1)
+    return whole @ w, total
+
+
+def _writes_left(x, w, group):
+    left = x.repeat(RANKS, 1)
+    product = left @ w
+    left.add_(1)
+    return F.wait_tensor(F.reduce_scatter_tensor(product, "sum", RANKS, group)), left
+
+
+@pytest.mark.parametrize("program", [_writes_shard, _writes_weight, _writes_left])
+def test_products_do_not_move_across_a_write(group, program):
+    graph = make_fx(lambda x, w: program(x, w, group), tracing_mode="fake")(
+        torch.empty(1, 2), torch.empty(2, 2)
+    )
+    assert pipelining.find(graph.graph, [group]) == []
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.add_.Tensor):
+        node.replace_all_uses_with(node.args[0])
+        graph.graph.erase_node(node)
+    assert len(pipelining.find(graph.graph, [group])) == 1
+
+
 def _explored(group, algorithm, transport, **changes):
     original, _ = _pipelined(group)
     made = rewritten(copy.deepcopy(original), ALGORITHMS[algorithm], **changes)

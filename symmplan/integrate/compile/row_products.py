@@ -43,6 +43,8 @@ PRODUCTS = {
     _ATEN.addmm.default: "mat1",
     _ATEN._scaled_mm.default: "self",
 }
+#: Parts of other pipelines, which write memory of their own.
+_WRITE_NEW = frozenset(f"symmplan::{name}_out" for name in ("mm", "addmm", "_scaled_mm"))
 _SPLITS = (_ATEN.split.Tensor, _ATEN.split_with_sizes.default)
 #: Other sizes for the same elements.
 RESHAPES = (_ATEN.reshape.default, _ATEN.view.default, _ATEN._unsafe_view.default)
@@ -208,7 +210,7 @@ def scatter_of(start: fx.Node) -> Scatter | None:
     inside: list[fx.Node] = []
     _collect(source, rows, shape[-1], inside)
     products = tuple(n for n in inside if n.target in PRODUCTS)
-    if not products:
+    if not products or not _calm(min(inside), start):
         return None
     return Scatter(start, wait, source, rows, products, frozenset(inside), (*dead,))
 
@@ -372,10 +374,24 @@ def _gather(
         if before is not None and _multiplies(user, matrix)
         if raised(user, behind, before, order) is not None
     }
-    if not products or before is None:
+    if not products or before is None or not _calm(wait, max(products, key=order.__getitem__)):
         return None
     chain = sorted({*chain} - {wait}, key=order.__getitem__)
     return Gather(start, wait, rows, tuple(chain), products, before)
+
+
+def _calm(first: fx.Node, last: fx.Node) -> bool:
+    """Whether nothing between two nodes writes what was there: then products may move there."""
+    node = first.next
+    while node is not last:
+        overload = called(node)
+        if overload is None:
+            if node.op == "call_function" and not is_getitem(node):
+                return False
+        elif overload._schema.is_mutable and overload._schema.name not in _WRITE_NEW:
+            return False
+        node = node.next
+    return True
 
 
 def _shows(node: fx.Node) -> bool:
