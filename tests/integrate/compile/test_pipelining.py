@@ -63,13 +63,14 @@ def test_blocks_in_parts_compute_what_they_compute(ranks, dim, inner):
     assert not first["plain"]
 
 
-def _without_room(rank, world):
-    return _train(rank, world, 0, "inductor", "pipelined", capacity=0)
+def _without_room(rank, world, inner):
+    return _train(rank, world, 0, inner, "pipelined", capacity=0)
 
 
-def test_parts_without_room_run_in_torchs_own_way(pair):
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_parts_without_room_run_in_torchs_own_way(pair, inner):
     """What has no placement is torch's all-to-all, which moves the same."""
-    first, other = pair.run(_without_room)
+    first, other = pair.run(_without_room, inner)
     assert first == other
     assert not first["placed"]
 
@@ -89,6 +90,7 @@ def _measured(rank, world):
     return _train(rank, world, 0, "eager", "measure")
 
 
+@pytest.mark.further
 def test_all_ranks_pipeline_what_was_measured_to_gain(pair):
     first, other = pair.run(_measured)
     assert first == other
@@ -100,6 +102,7 @@ def _asked_for_others(rank, world):
     return [_train(rank, world, 0, "eager", choose)["shifts"] for choose in ("ordinary", "placed")]
 
 
+@pytest.mark.further
 def test_nothing_is_pipelined_where_that_was_not_asked_for(pair):
     assert pair.run(_asked_for_others) == [[0, 0], [0, 0]]
 

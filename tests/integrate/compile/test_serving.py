@@ -87,10 +87,11 @@ def _judge(told, calls):
     assert after.plain == 0
 
 
-def test_a_server_of_many_sizes_has_one_segment_and_meets_once(servers):
-    told = servers.run(_decode, _SIZES, "eager", False)
+@pytest.mark.parametrize("sizes", [_SIZES[::3], _SIZES], ids=len)
+def test_a_server_of_many_sizes_has_one_segment_and_meets_once(servers, sizes):
+    told = servers.run(_decode, sizes, "eager", False)
     _judge(told, 4 * 2 * LENGTH)
-    assert told[0]["after"].graphs == len(_SIZES)
+    assert told[0]["after"].graphs == len(sizes)
 
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
