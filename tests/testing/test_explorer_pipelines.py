@@ -80,6 +80,22 @@ def test_products_do_not_move_across_a_write(group, program):
     assert len(pipelining.find(graph.graph, [group])) == 1
 
 
+def _hidden(x, w, group):
+    """As of weights: products run beside the gather, and the scatter is awaited at the end."""
+    started = F.all_gather_into_tensor(x, RANKS, group)
+    first = w @ w
+    whole = F.wait_tensor(started)
+    sent = F.reduce_scatter_tensor(w.repeat(RANKS, 1) @ w, "sum", RANKS, group)
+    return whole @ first, (first @ w).sum(), F.wait_tensor(sent)
+
+
+def test_what_products_hide_already_is_left_alone(group):
+    graph = make_fx(lambda x, w: _hidden(x, w, group), tracing_mode="fake")(
+        torch.empty(1, 2), torch.empty(2, 2)
+    )
+    assert pipelining.find(graph.graph, [group]) == []
+
+
 def _explored(group, algorithm, transport, **changes):
     original, _ = _pipelined(group)
     made = rewritten(copy.deepcopy(original), ALGORITHMS[algorithm], **changes)

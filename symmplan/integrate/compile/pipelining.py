@@ -45,6 +45,7 @@ from symmplan.memory.topology import served
 from symmplan.runtime.chooser import choose_algorithms
 from symmplan.runtime.pipeline_cases import PipelineCase
 from symmplan.runtime.trials import choices_of
+from symmplan.runtime.work import flops_beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -79,12 +80,15 @@ def find(graph: fx.Graph, groups: Collection[str]) -> list[Pipelined]:
     gathers = graph.find_nodes(op="call_function", target=_C10D.all_gather_into_tensor.default)
     scatters = graph.find_nodes(op="call_function", target=_C10D.reduce_scatter_tensor.default)
     found = [*map(gather_of, gathers), *map(scatter_of, scatters)]
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    beside = flops_beside(sorted([*gathers, *scatters], key=order.__getitem__))
     return [
         one
         for one in found
         if one is not None
         and one.group in groups
         and one.rows.outer * one.rows.ranks <= _MOST_PARTS
+        and not beside[one.start]  # else it is hidden already
     ]
 
 
@@ -312,6 +316,7 @@ class _Parts:
                 for s in range(1, ranks)
             ]
             total = own = self._part(scatter, self.rank)
+        with self.graph.inserting_before(wait):  # what the program does meanwhile, it still does
             narrow = made.dtype.itemsize < 4
             if narrow:
                 total = self.call(_CONVERT, own, torch.float32)
