@@ -113,7 +113,13 @@ NUMBERS = {
     "bench compile": ("--layers 0", "--dim 1.5", "--steps 0", "--compilations 0"),
     "bench concurrent": ("--tokens 64 0", "--rounds 0"),
     "bench eager": ("--messages -5", "--messages 64,0", "--calls 0"),
-    "bench fsdp": ("--steps 0", "--tokens 64 -1", "--unsharded-modules 0", "--room 2 0"),
+    "bench fsdp": (
+        "--steps 0",
+        "--accumulate 0",
+        "--tokens 64 -1",
+        "--unsharded-modules 0",
+        "--room 2 0",
+    ),
     "bench moe": ("--capacity 0", "--capacity nan", "--width two"),
     "bench planner": ("--omnimalloc-seconds 0",),
 }
