@@ -65,9 +65,8 @@ class Options:
 
     Raises:
         OptionError: A backend, an algorithm or a debug mode, or collectives that do not
-            exist, or a timeout that is no number of seconds.
-        BackendError: A backend that serves no device of this process, or a table that cannot be
-            read.
+            exist, a timeout that is no number of seconds, or a table that cannot be read.
+        BackendError: A backend that serves no device of this process.
         PlanningError: An effort that does not exist, or a capacity that is no number of bytes.
     """
 

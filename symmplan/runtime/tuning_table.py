@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from attrs import asdict, field, frozen
 
-from symmplan.errors import BackendError
+from symmplan.errors import OptionError
 from symmplan.memory import BACKENDS
 from symmplan.model import PUSHES, AlgorithmName
 from symmplan.process import PROCESS
@@ -102,7 +102,7 @@ def read_table(path: str) -> Table:
     """A table from its file; read once in a process.
 
     Raises:
-        BackendError: There is no such file, or it is no table.
+        OptionError: There is no such file, or it is no table.
     """
     found: Table | None = PROCESS.tables.get(path)
     if found is None:
@@ -114,9 +114,11 @@ def _read(path: str) -> Table:
     try:
         return _table(json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BackendError(
-            f"choose={path!r} is no tuning table: {error}",
+        why = error.strerror if isinstance(error, OSError) else "it has another format"
+        raise OptionError(
+            f"{path!r} is no tuning table: {why}",
             expected=f"a file of format {_FORMAT} {_VERSION}",
+            got=f"{type(error).__name__}: {error}",
             fix=f"write it with: symmplan bench comm --device cuda -o {path}",
         ) from error
 

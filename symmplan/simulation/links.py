@@ -185,9 +185,9 @@ class Links:
         except (OSError, ValueError, TypeError) as error:
             known = ", ".join(x.name for x in fields(cls))
             raise OptionError(
-                f"{path} has no links: {str(error).splitlines()[0]}",
+                f"{str(path)!r} has no links, and is no machine that is known",
                 expected=f"a JSON object with {known}, or one of {', '.join(PRESETS)}",
-                got=str(path),
+                got=str(error).splitlines()[0],
                 fix="name a machine that is known, or write within, ordinary and between in bytes "
                 "a second",
             ) from error

@@ -95,8 +95,8 @@ def simulate(
             ``rank`` is out of range; the program needs arguments; a mesh does not have all ranks;
             or the process has process groups.
         OptionError: ``ranks``, ``rank`` or how many are together is no whole number, a domain has
-            no whole number of hosts, or there are no such links.
-        BackendError: There is no such memory backend, or no such table.
+            no whole number of hosts, or there are no such links or table.
+        BackendError: There is no such memory backend.
         MissingSeamError: This torch lacks what a simulation rests on.
 
     Collective: no.

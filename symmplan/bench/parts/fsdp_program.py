@@ -50,7 +50,7 @@ class ProgramSide(Side):
         os.environ.update({**own, **{f"LOCAL_{name}": value for name, value in own.items()}})
         built = program_of(program, "builds a sharded model")()
         if not (isinstance(built, tuple) and len(built) == 2):
-            raise _wrong(program, f"a {type(built).__name__}" if built is not None else "None")
+            raise _wrong(program, type(built).__name__)
         model, step = built
         if not isinstance(model, nn.Module) or not callable(step):
             kinds = ", ".join(type(each).__name__ for each in built)
@@ -59,7 +59,7 @@ class ProgramSide(Side):
             raise CommandError(
                 f"the model that {program!r} builds is not sharded",
                 expected="torch.distributed.fsdp.fully_shard(model), as FSDP2 calls it",
-                got=f"a {type(model).__name__} without modules under fully_shard",
+                got=f"{type(model).__name__} without modules under fully_shard",
                 fix="call fully_shard on its blocks and on the model before it is returned",
             )
         self._step = step
