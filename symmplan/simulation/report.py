@@ -87,6 +87,11 @@ class Answer:
     nbytes: int
 
 
+def _times(collective: Collective) -> str:
+    """What one takes, by algorithm; empty if nothing is predicted."""
+    return ", ".join(f"{name} {seconds(took)}" for name, took in collective.seconds.items())
+
+
 def _costs(plan: Plan) -> list[Answer]:
     """The demotions of a plan's budget."""
     budget = plan.budget
@@ -230,15 +235,17 @@ class SimulationReport:
             ("device", size(self.device_bytes), f"without {size(self.device_bytes_without)}"),
             *((name, size(nbytes), "") for name, nbytes in asdict(ordinary).items()),
         ]
+        if self.times is not None:
+            of = self.times.planned
+            facts.append(("exposed", seconds(of.exposed), f"beside {seconds(of.products)}"))
         rows = "".join(
             f'<tr><td class="n">{c.count:,}<td>{escape(visible(c.op))}'
             f'<td class="n">{size(c.nbytes)}<td>{escape(visible(c.group))}'
-            f'<td class="n">{c.ranks:,}<td>{escape(c.algorithm)}</tr>'
+            f'<td class="n">{c.ranks:,}<td>{escape(c.algorithm)}<td>{escape(_times(c))}</tr>'
             for c in self.collectives
         )
-        names = (
-            '<th class="n">count<th>op<th class="n">bytes<th>group<th class="n">ranks<th>algorithm'
-        )
+        names = '<th class="n">count<th>op<th class="n">bytes<th>group<th class="n">ranks'
+        names += "<th>algorithm<th>predicted"
         advice = "".join(f"<li>{escape(a.text)}</li>" for a in self.advice())
         plans = (f"<h2>Plan {i + 1}</h2>{plan_frame(plan)}" for i, plan in enumerate(self.plans))
         what = f"Rank {self.rank:,} of {self.ranks:,}"
@@ -282,7 +289,7 @@ class SimulationReport:
                         size(c.nbytes),
                         f"{c.ranks:,} ranks",
                         c.algorithm,
-                        ", ".join(f"{w} {seconds(s)}" for w, s in c.seconds.items()),
+                        _times(c),
                     )
                     for c in self.collectives
                 ]

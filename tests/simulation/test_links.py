@@ -100,6 +100,8 @@ def _ran(*events):
         ((GATHER, 100, GATHER, 100), 60),
         ((GATHER, 50, GATHER, 50), 60 + 10),
         ((GATHER, GATHER, 50), 120),
+        # No gather runs more than one module ahead.
+        ((GATHER, 100, GATHER, 10, GATHER, 10), 60 + 50),
         # Reductions run behind products, and the last one at the end.
         ((100, REDUCE, 100), 0),
         ((100, REDUCE, 100, REDUCE), 60),
@@ -168,6 +170,7 @@ def test_a_report_has_the_times_of_each_algorithm():
     assert {*times.forced} == {"ordinary", "two-level"}
     assert times.forced["two-level"] == times.planned
     assert "exposed" in report.summary()
+    assert "<td>two-level<td>two-level " in report.to_html()
     told = json.loads(report.to_json())
     assert told["times"]["planned"]["exposed"] == times.planned.exposed
     assert told["times"]["machine"]["source"]
@@ -176,7 +179,10 @@ def test_a_report_has_the_times_of_each_algorithm():
 def test_nvlink_makes_one_domain_of_hosts():
     given = {"ranks": 8, "ranks_per_host": 4, "links": "gb200-nvl72"}
     apart, joined = (simulate(_trained, **given, ranks_per_domain=n) for n in (None, 8))
-    assert joined.times.planned.collectives < apart.times.planned.collectives
+    for report, span in ((apart, Span(8, 2, 4)), (joined, Span(8, 1, 8))):
+        for c in report.collectives:
+            seconds = PRESETS["gb200-nvl72"].seconds(c.op, c.nbytes, span, "ordinary")
+            assert c.seconds["ordinary"] == seconds
 
 
 def test_without_links_there_are_no_times():

@@ -42,7 +42,7 @@ def expert_parallel(
             and all other names of algorithms, and ``"symmetric"`` without such kernels: copied into
             the peers' memory; ``"measure"``: whichever is fastest at the worst case, on all ranks
             alike, but by kernels where the host does not know the routes; ``"auto"``: measured on
-            devices, else ``"symmetric"``.
+            devices and over several hosts, else ``"symmetric"``.
         device: Where rows lie; the current CUDA device if the group has NCCL, else the CPU.
         timeout: Seconds that ranks wait for each other before they raise.
 
