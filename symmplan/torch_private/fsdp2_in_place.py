@@ -222,12 +222,15 @@ def give_storages(parameter: Any, storages: Sequence[torch.Tensor]) -> None:
     """
     own = unsharded(parameter)
     tensors = [] if own is None else tensors_of(parameter)
-    before, parameter.all_gather_outputs = parameter.all_gather_outputs, list(storages)
+    moves = [] if own is None else zip(parameter.all_gather_outputs, storages, strict=True)
+    moved = [(tensor, new) for old, new in moves for tensor in lie_in(tensors, old)]
+    parameter.all_gather_outputs = list(storages)
     parameter.free_unsharded_param = functools.partial(_free_inner, parameter)
-    if own is not None and not any(tensor.is_inference() for tensor in tensors):
-        for old, new in zip(before, storages, strict=True):
-            for tensor in lie_in(tensors, old):
-                tensor.data = _like(tensor, new)
+    # What does not move may be of any mode, as a scale that was computed in an evaluation.
+    kinds = [] if own is None else [own, *(tensor for tensor, _ in moved)]
+    if kinds and not any(tensor.is_inference() for tensor in kinds):
+        for tensor, new in moved:
+            tensor.data = _like(tensor, new)
         _forget_inner(parameter)
         return
     parameter.__dict__.pop("_unsharded_param", None)
@@ -249,9 +252,10 @@ def emptied(parameter: Any) -> Emptied | None:
     if unsharded(parameter) is None or not outputs:
         return None
     tensors = tensors_of(parameter)
-    if any(tensor.is_inference() for tensor in (*tensors, *outputs)):
+    inside = [t for output in outputs for t in lie_in(tensors, output)]
+    if any(tensor.is_inference() for tensor in (*inside, *outputs)):
         return None
-    views = [(t, t.detach()) for output in outputs for t in lie_in(tensors, output)]
+    views = [(tensor, tensor.detach()) for tensor in inside]
     if not views and not has_own_gather(parameter):
         return None
     for output in outputs:

@@ -13,6 +13,7 @@ import attrs
 import torch
 from attrs import evolve, frozen
 from fsdp_models import DEVICE, DIM
+from gathered_weights import InBytes, weighted
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -32,6 +33,7 @@ class Unit:
         tied: Whether both linear layers have one weight, which needs a ``hidden`` of `DIM`.
         writes: Its forward pass clips its weights: ``"data"``, past autograd; ``"no_grad"``.
         dropout: How much is dropped.
+        own: Whether its first weight says by itself how it is gathered.
     """
 
     hidden: int = DIM
@@ -42,6 +44,7 @@ class Unit:
     tied: bool = False
     writes: str = ""
     dropout: float = 0.0
+    own: bool = False
 
 
 @frozen
@@ -295,6 +298,10 @@ def drawn(seed, ranks=None):
     )
     if ranks == 4 and not program.hybrid and draw.flag(0.1):
         program = evolve(program, reshard=2)  # in groups of two
+    if draw.flag(0.25):
+        owns = [not unit.writes and draw.flag(0.7) for unit in units]
+        units = tuple(evolve(unit, own=own) for unit, own in zip(units, owns, strict=True))
+        program = evolve(program, units=units)
     if program.unsharded_modules is not None and _writes(program):
         # More of them stay as with `reshard_after_forward=False`: what is written is seen later.
         alone = ("order", ()) in program.acts or all(unit.wrap == "none" for unit in units)
@@ -321,6 +328,8 @@ class _Block(nn.Module):
         self.gain = nn.Parameter(torch.ones(1))
         if unit.tied:
             self.down.weight = self.up.weight
+        elif unit.own:
+            weighted(self.up, InBytes)
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(not name.startswith(unit.frozen))
         self._unit = unit

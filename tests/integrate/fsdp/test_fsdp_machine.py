@@ -170,3 +170,15 @@ def test_two_modules_with_graphs_in_use_at_once_are_refused_by_all_ranks(
         if refused:
             assert f"'parts.{others[1]}' needs its parameters while" in result["refused"]
             assert "fix: call handle.remove()" in result["refused"]
+
+
+def test_gradients_stay_where_a_weight_with_a_gather_of_its_own_moves_behind_an_evaluation(two):
+    """The scale that belongs to what was gathered is of inference mode then."""
+    check(
+        two,
+        Program(
+            ranks=2,
+            units=(Unit(), Unit(), Unit(reshard=False, own=True)),
+            acts=(("train",), ("accumulate", 3, ("evaluate", "inference", 1, False))),
+        ),
+    )
