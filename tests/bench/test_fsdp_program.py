@@ -48,6 +48,12 @@ def silent():
 def unsharded():
     return nn.Linear(2, 2), print
 
+def applied():
+    import symmplan
+    model, step = build()
+    symmplan.fsdp.apply(model)
+    return model, step
+
 def nothing():
     pass
 
@@ -248,6 +254,7 @@ def test_looking_for_a_program_runs_none_of_it(tmp_path):
     ("name", "says"),
     [
         ("unsharded", "is not sharded"),
+        pytest.param("applied", "leave out symmplan.fsdp.apply", marks=pytest.mark.further),
         pytest.param("nothing", "does not return a model and its step", marks=pytest.mark.further),
         pytest.param("only_model", "does not return", marks=pytest.mark.further),
         pytest.param("late", "ValueError: no such data", marks=pytest.mark.further),

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from symmplan.bench.parts.fsdp_sides import Side
 from symmplan.bench.parts.programs import program_of
 from symmplan.errors import CommandError
+from symmplan.torch_private import fsdp2
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,12 +56,23 @@ class ProgramSide(Side):
         if not isinstance(model, nn.Module) or not callable(step):
             kinds = ", ".join(type(each).__name__ for each in built)
             raise _wrong(program, f"({kinds})")
-        if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        if not modules:
             raise CommandError(
                 f"the model that {program!r} builds is not sharded",
                 expected="torch.distributed.fsdp.fully_shard(model), as FSDP2 calls it",
                 got=f"{type(model).__name__} without modules under fully_shard",
                 fix="call fully_shard on its blocks and on the model before it is returned",
+            )
+        groups = [group for module in modules for group in fsdp2.param_groups(module)]
+        comms = [comm for group in groups for comm in fsdp2.comms(group)]
+        custom = [type(comm).__name__ for comm in comms if not fsdp2.is_plain_comm(comm)]
+        if custom:
+            raise CommandError(
+                f"the model that {program!r} builds has other collectives than FSDP2's already",
+                expected="a model without symmplan, which each side gets or does not get",
+                got=", ".join(dict.fromkeys(custom)),
+                fix="leave out symmplan.fsdp.apply, set_custom_all_gather and the like in it",
             )
         self._step = step
         return model
