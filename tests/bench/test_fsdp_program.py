@@ -158,7 +158,8 @@ def test_a_side_goes_on_from_anothers_parameters():
 
 @pytest.mark.ranks
 def test_a_program_is_measured_before_a_line_of_it_changes(train, capsys):
-    args = ["bench", "fsdp", f"{train}:build", "--steps", "2"]
+    # Where the machine is busy, nothing may be clearly faster than what there is.
+    args = ["bench", "fsdp", f"{train}:build", "--steps", "2", "--choose", "placed"]
     assert main([*args, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["program"] == f"{train}:build"
