@@ -31,6 +31,10 @@ class Pending:
         self._result, self._via, self._exchange = result, via, exchange
         self._waited = False
 
+    def __repr__(self) -> str:
+        state = "waited for" if self._waited else "on their way"
+        return f"<rows {tuple(self._result.shape)} {state}>"
+
     def wait(self) -> torch.Tensor:
         """The rows. On a device the current stream waits for them, and the host does not.
 
