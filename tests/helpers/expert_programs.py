@@ -188,6 +188,47 @@ def overflows(rank, world_size, choose, kind="cpu"):
     return texts
 
 
+def unseen(rank, world_size, kind="cpu"):
+    """More rows than there is room for in the last call: the end of the block raises."""
+    import torch.distributed as dist
+
+    device = here(kind)
+    rows = torch.ones(8, 16, device=device)
+    much = torch.tensor([8] + [0] * (world_size - 1), device=device)
+
+    def run():
+        with symmplan.expert_parallel(max_tokens=8, choose="symmetric", timeout=30.0) as experts:
+            routes = experts.routes(much * 0, rows=8)
+            experts.dispatch(rows, routes)
+            routes = experts.routes(much, rows=8)
+            experts.dispatch(rows, routes)
+
+    text = _line(raised(symmplan.errors.RunError, run))
+    dist.barrier()
+    return text
+
+
+def one_without(rank, world_size, choose):
+    """The last rank has no Triton: all ranks do without kernels."""
+    import torch.distributed as dist
+
+    from symmplan.integrate.moe import slot
+
+    there = slot.has_kernels
+    if rank == world_size - 1:
+        slot.has_kernels = lambda device: False
+    rows = torch.arange(8.0).view(8, 1)
+    with symmplan.expert_parallel(max_tokens=8, choose=choose, timeout=30.0) as experts:
+        routes = experts.routes([8 // world_size] * world_size, rows=8)
+        back = experts.combine(experts.dispatch(rows, routes) + 1, routes)
+        count = 8 // world_size * world_size
+        assert torch.equal(back[:count], rows[:count] + 1)
+        kernels = experts._slot.kernels
+    slot.has_kernels = there
+    dist.barrier()
+    return kernels is None
+
+
 def wrong_counts(rank, world_size, kind="cpu"):
     """The last rank counts rows that it does not have, or less than none; all ranks hear of it."""
     import torch.distributed as dist

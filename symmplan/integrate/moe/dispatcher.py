@@ -190,15 +190,7 @@ class ExpertParallel:
         self._met()
         if isinstance(said, torch.Tensor):
             return PaddedRoutes(said, group.rank, rows, slot.rows)
-        if said.most > slot.rows:
-            self._fault = RunError(
-                f"a call outgrew its plan: a rank gets {said.most} rows",
-                expected=f"at most max_tokens={slot.rows} rows, as rows= were given",
-                got=f"{said.most} rows",
-                fix=f"pass max_tokens={said.most} or more, or leave rows= out",
-                **group.here,
-            )
-            self._raise_fault()
+        slot.check_fits(said, slot.rows)
         table = said.on_device(self._device)
         return PaddedRoutes(table, group.rank, rows, slot.rows, host=[said])
 

@@ -98,10 +98,6 @@ class Routes:
         """Where this rank's rows begin among those that ``receiver`` gets."""
         return sum(row[receiver] for row in self.table[: self.rank])
 
-    def on_host(self) -> Routes:
-        """Itself: the host knows it."""
-        return self
-
     def on_device(self, device: torch.device) -> torch.Tensor:
         """The table as kernels read it; see `PaddedRoutes`."""
         if not self._tables:
@@ -163,11 +159,15 @@ class PaddedRoutes:
         """How many rows come if ``given`` go."""
         return self.most if self.out else self.rows
 
-    def on_host(self) -> Routes:
+    def on_host(self, group: Group) -> Routes:
         """The same for who has to know them on the host, which waits for them once.
 
+        Args:
+            group: The ranks.
+
         Raises:
-            RunError: A CUDA graph is being captured, in which nobody can wait.
+            RunError: A CUDA graph is being captured, in which nobody can wait; or a rank's counts
+                are none, which all ranks find alike.
         """
         if not self._host:
             if self.table.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -177,9 +177,8 @@ class PaddedRoutes:
                     got="an algorithm that needs to know the routes on the host",
                     fix='pass choose="symmetric", and see the reasons in experts.stats',
                 )
-            counts = [line[:-1] for line in self.table.tolist()]
-            table = tuple(map(tuple, counts))
-            self._host.append(Routes(table, self.rank, tables=[self.table]))
+            known = routes_of(self.table.tolist(), self.table[self.rank, :-1], group)
+            self._host.append(evolve(known, tables=[self.table]))
         return self._host[0] if self.out else self._host[0].back
 
     def on_device(self, device: torch.device) -> torch.Tensor:  # noqa: ARG002

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from symmplan.coordination.all_gather import all_agree
-from symmplan.errors import BackendError
+from symmplan.errors import BackendError, RunError
 from symmplan.integrate.moe.device_rows import DeviceRows, has_kernels, signals_nbytes
 from symmplan.integrate.moe.exchanges import RowPushes, plain
 from symmplan.integrate.moe.host_rows import HostRows
@@ -64,7 +64,8 @@ class RowSlot:
         kernels: What runs the kernels; None where there are none.
         choices: What was measured, for each size of a row.
         counts: Rendezvous and plans, as `Stats` counts them.
-        fault: What kernels had found wrong in memory that was given back since.
+        fault: What is wrong for good: a call did not fit, or kernels found something in memory that
+            was given back since.
     """
 
     def __init__(self, group: Group, device: torch.device, options: Options, rows: int) -> None:
@@ -139,7 +140,8 @@ class RowSlot:
             begin = self.pushes.start
         if isinstance(routes, Routes):
             return begin(result, rows, routes)
-        known = routes.on_host()
+        known = routes.on_host(self._group)
+        self.check_fits(known, routes.most)
         there = sum(known.received)
         take = begin(result[:there], rows[: sum(known.sent)], known)
 
@@ -148,6 +150,22 @@ class RowSlot:
             result[there:].zero_()
 
         return padded
+
+    def check_fits(self, routes: Routes, room: int) -> None:
+        """Refuse padded routes by which a rank gets more rows than there is room for, for good.
+
+        Raises:
+            RunError: They are such; raised on every rank.
+        """
+        if routes.most > room:
+            self.fault = RunError(
+                f"a call outgrew its plan: a rank gets {routes.most} rows",
+                expected=f"at most max_tokens={room} rows, as rows= were given",
+                got=f"{routes.most} rows",
+                fix=f"pass max_tokens={routes.most} or more, or leave rows= out",
+                **self._group.here,
+            )
+            raise self.fault
 
     def let_go(self) -> None:
         """Give the memory back."""
@@ -193,7 +211,10 @@ class RowSlot:
         group, preparation = self._group, self.preparation
         groups = {group.name: group.process_group}
         plan = _plan(nbytes, group, self._options.effort)
-        kernels = has_kernels(self._device)
+        kernels = False
+        if preparation.refusal is None:  # a rank without Triton asks, too
+            mine = has_kernels(self._device)
+            kernels = all_agree("kernels", mine, groups, self._options.timeout)
 
         def meet(arena: Arena) -> None:
             slot, signals = (arena.plan.placements[name] for name in (_ROWS, _SIGNALS))
@@ -220,8 +241,6 @@ class RowSlot:
                 return None
             return preparation.obtain(plan, self._device, groups, meet)
 
-        if kernels and preparation.refusal is None:
-            kernels = all_agree("kernels", kernels, groups, self._options.timeout)
         made = preparation.attempt(make, groups, lambda made: made[0].give_back())
         if made is None:
             self.pushes = self.kernels = None

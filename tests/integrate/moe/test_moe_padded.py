@@ -8,7 +8,15 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from expert_programs import kept_rows, missing_rank, overflows, padded_calls, wrong_counts
+from expert_programs import (
+    kept_rows,
+    missing_rank,
+    one_without,
+    overflows,
+    padded_calls,
+    unseen,
+    wrong_counts,
+)
 from ranks import RankPool
 from test_moe import random_calls
 
@@ -32,8 +40,9 @@ def interpreted(request):
     """Ranks in which kernels run on the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        with RankPool(request.param, timeout=280.0, method="spawn") as ranks:
-            yield ranks
+        started = RankPool(request.param, timeout=280.0, method="spawn")
+    with started as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize(
@@ -89,10 +98,30 @@ def test_kernels_move_padded_rows(interpreted, seeds, apart):
 
 
 @needs_triton
+def test_counts_of_kernels_are_checked_where_copies_move_rows(interpreted):
+    text = f"a rank gets {8 * interpreted.world_size} rows"
+    assert all(set(texts) == {text} for texts in interpreted.run(overflows, "push"))
+    first, *others = interpreted.run(padded_calls, range(3), "push")
+    assert all(first)
+    assert all(other == first for other in others)
+
+
+@needs_triton
 def test_kernels_write_nothing_that_does_not_fit(interpreted):
     size = interpreted.world_size
     for texts in interpreted.run(overflows, "symmetric"):
         assert set(texts) == {f"a rank gets {8 * size} rows"}
+
+
+@needs_triton
+def test_kernels_run_on_all_ranks_or_on_none(interpreted):
+    assert interpreted.run(one_without, "symmetric") == [True] * interpreted.world_size
+
+
+@needs_triton
+def test_what_nobody_asked_for_is_told_at_the_end(interpreted):
+    size = interpreted.world_size
+    assert interpreted.run(unseen) == [f"a rank gets {8 * size} rows"] * size
 
 
 @needs_triton
