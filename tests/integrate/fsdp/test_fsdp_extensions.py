@@ -61,14 +61,14 @@ def test_shards_that_are_uneven(three):
         assert result["stats"]["plain"] == 0
 
 
-def as_types(rank, world):
+def as_types(rank, world, steps=6):
     """Parameters of three types in one module, one of them frozen."""
 
     def build():
         model = Net()
         for block in model.blocks:
             block.up.bias = torch.nn.Parameter(block.up.bias.detach().double(), False)
-            block.steps = torch.nn.Parameter(torch.ones(6, dtype=torch.float16), False)
+            block.steps = torch.nn.Parameter(torch.ones(steps, dtype=torch.float16), False)
             block.up.forward = lambda x, up=block.up: torch.nn.functional.linear(
                 x, up.weight, up.bias.to(up.weight.dtype)
             )
