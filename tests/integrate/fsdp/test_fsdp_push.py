@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fsdp_conditions import forced_algorithm
-from fsdp_models import Net, batch, both, mesh, sgd, shard
+from fsdp_models import Net, batch, both, mesh, sgd, shard, train
 from ranks import RankPool, pool_of
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -69,3 +69,26 @@ def test_the_sums_of_narrow_gradients_are_reduced_on_in_32_bits():
             assert result["stats"]["served"] > 0
             numel = sum(p.numel() for p in Net().blocks[-1].parameters())
             assert max(result["looked"]) == 2 * numel
+
+
+def crowded(rank, world):
+    """On the last rank somebody stays in the bytes of each shared slot."""
+    from symmplan.integrate.fsdp.memory import Memory
+
+    take = Memory.take
+    if rank == world - 1:
+        Memory.take = lambda *_: None
+    try:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        with forced_algorithm("shared push"):
+            return both(lambda: shard(Net(), mp_policy=policy), train, rank)
+    finally:
+        Memory.take = take
+
+
+def test_a_rank_that_cannot_take_a_slot_pushes_when_it_can_sum(two):
+    first, last = two.run(crowded)
+    assert first["differences"] == last["differences"] == []
+    assert first["stats"]["copies"] == 0
+    assert last["stats"]["copies"] == 3 * 4  # in three steps with a plan four reductions
+    assert last["stats"]["reasons"] == {"its bytes were still in use": 12}
