@@ -72,7 +72,8 @@ class World:
         quiet: Whether the call that runs now is in `calls` already.
         segments: All `symmplan.memory.segment.Segment` that were made.
         seen: Gives what is known of a tensor's storage.
-        hold: The same of so many bytes until nothing refers to a tensor's storage any more.
+        hold: The same of gradients that a plan keeps, with the bytes of an element, until nothing
+            refers to a tensor's storage any more.
         is_segment: Told of a tensor that lies in a segment.
         allocated: Bytes of tensors that lie in no segment: now, and the most so far.
         lately: The most since the last call of it.
@@ -94,7 +95,7 @@ class World:
     held: list[tuple[Planner, Any, Any]] = field(factory=list)
     segments: list[Any] = field(factory=list)
     seen: Callable[[torch.Tensor], Any] = id
-    hold: Callable[[int, torch.Tensor], Any] = lambda _, tensor: id(tensor)
+    hold: Callable[[Sequence[torch.Tensor], int, torch.Tensor], Any] = lambda *_: None
     is_segment: Callable[[torch.Tensor], Any] = id
     allocated: Callable[[], tuple[int, int]] = lambda: (0, 0)
     lately: Callable[[], int] = int

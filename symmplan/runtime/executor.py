@@ -51,8 +51,10 @@ class Executor:
     def buffer(self, known_by: Any, tensor: torch.Tensor) -> None:
         """Note that ``tensor`` lies in a placement if the plan says so of ``known_by``."""
 
-    def hold(self, known_by: Any, nbytes: int, buffer: torch.Tensor) -> None:
-        """If the plan says so a collective has so many ordinary bytes as long as its buffer."""
+    def hold(
+        self, known_by: Any, gradients: Sequence[torch.Tensor], itemsize: int, buffer: torch.Tensor
+    ) -> None:
+        """If the plan says so a collective keeps gradients as long as its buffer."""
 
     def lease_out(
         self, base: torch.Tensor, on_drop: Callable[[], None]
@@ -87,8 +89,11 @@ class _Nothing(Executor):
     def buffer(self, known_by: Any, tensor: torch.Tensor) -> None:
         self._world.buffer(self._planner, known_by, tensor)
 
-    def hold(self, known_by: Any, nbytes: int, buffer: torch.Tensor) -> None:
-        self._world.held.append((self._planner, known_by, self._world.hold(nbytes, buffer)))
+    def hold(
+        self, known_by: Any, gradients: Sequence[torch.Tensor], itemsize: int, buffer: torch.Tensor
+    ) -> None:
+        kept = self._world.hold(gradients, itemsize, buffer)
+        self._world.held.append((self._planner, known_by, kept))
 
     def lease_out(
         self, base: torch.Tensor, on_drop: Callable[[], None]

@@ -26,7 +26,7 @@ from symmplan.torch_private.fake_world import followed_memory
 from symmplan.torch_private.ops import tree_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
 __all__ = ["Kind", "Storages"]
 
@@ -107,10 +107,25 @@ class Storages:
             storage.kind = "segment"
             self._now -= storage.nbytes
 
-    def hold(self, nbytes: int, tensor: torch.Tensor) -> _Storage:
-        """Bytes that a planned program has besides, until a tensor's storage is gone."""
-        made = _Storage("held")
-        self._resize(made, nbytes)
+    def hold(self, gradients: Sequence[torch.Tensor], itemsize: int, tensor: torch.Tensor) -> Any:
+        """Gradients that a planned program keeps until a tensor's storage is gone.
+
+        They count from the moment on at which this program drops them.
+
+        Args:
+            gradients: The gradients.
+            itemsize: Bytes of an element as they are kept.
+            tensor: The tensor.
+        """
+        made, over = _Storage("held"), weakref.ref(tensor.untyped_storage())
+        for gradient in gradients:
+            nbytes = gradient.numel() * itemsize
+
+            def keep(nbytes: int = nbytes) -> None:
+                if over() is not None:
+                    self._resize(made, made.nbytes + nbytes)
+
+            weakref.finalize(gradient.untyped_storage(), keep).atexit = False
         weakref.finalize(tensor.untyped_storage(), self._resize, made, 0).atexit = False
         return made
 

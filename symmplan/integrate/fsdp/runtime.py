@@ -289,7 +289,7 @@ class Runtime:
             return plain(buffer)
         name = c10d.group_name(group)
         self.memory.groups.setdefault(name, group)
-        slot.run(name, buffer)
+        slot.run(name)
         if slot.log is not None and slot.key.kind == "all_gather":
             self._last[slot.key.site] = (slot.log, slot.index)
         self._was_backward = slot.key.of_backward

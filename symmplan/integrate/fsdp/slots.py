@@ -87,8 +87,7 @@ class Slot:
         pushed: Whether its bytes go straight to the peers.
         take: Takes the bytes of a shared slot for the buffer, if nobody uses them.
         send: Pushes the gradients where the buffer has no bytes, until FSDP2 has given them.
-        hold: Told how many bytes are pushed, and of the buffer with which gradients are dropped.
-        sent_bytes: How many are, once FSDP2 has given the gradients.
+        hold: Told of gradients, bytes of an element, and the buffer with which they are dropped.
         flat: That, where gradients are not pushed that the plan has no room for.
         pushing: The gradients that are being pushed. FSDP2 drops the buffer when its stream waits
             for the end of the reduction, so their memory is free then.
@@ -107,8 +106,7 @@ class Slot:
     pushed: bool = False
     take: Callable[[], Lease | None] | None = None
     send: Callable[..., tuple[torch.Tensor, ...]] | None = None
-    hold: Callable[[int, torch.Tensor], None] | None = None
-    sent_bytes: int = 0
+    hold: Callable[..., None] | None = None
     flat: torch.Tensor | None = None
     pushing: tuple[torch.Tensor, ...] = ()
     _seen: Any = None
@@ -124,13 +122,14 @@ class Slot:
         travels = sent_as(gradients, buffer.dtype)
         if self.log is not None:
             self.log.send(self.index, str(travels).removeprefix("torch."))
-        self.sent_bytes = buffer.numel() * travels.itemsize
+        if self.hold is not None:
+            self.hold(gradients, travels.itemsize, buffer)
         send, self.send = self.send, None
         if send is None:
             return buffer
         assert self.scheduled is not None
         assert self.scheduled.place is not None
-        if self.sent_bytes > self.scheduled.place.nbytes:
+        if buffer.numel() * travels.itemsize > self.scheduled.place.nbytes:
             self.pushed, self.flat = False, self.plain()
             return self.flat
         with launching(self.expected):
@@ -160,10 +159,8 @@ class Slot:
         if self.log is not None:
             self.log.drop(self.index)
 
-    def run(self, group: str, buffer: torch.Tensor) -> None:
-        """The collective runs; FSDP2 has forgotten the gradients."""
-        if self.hold is not None:
-            self.hold(self.sent_bytes, buffer)
+    def run(self, group: str) -> None:
+        """The collective runs."""
         if self.log is not None:
             self.log.run(self.index, group)
 
