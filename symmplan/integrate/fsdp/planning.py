@@ -126,6 +126,7 @@ class Planning:
         memory, groups = self._memory, self._memory.groups
         preparation = memory.preparation
         self._agree()
+        recordings = self._sent_alike(recordings)
         memory.had(recordings[-1], {site: x.nbytes for site, x in self.layouts.items()})
         chosen = self._choose(recordings)
         recordings = merged(recordings, groups, self._options.timeout)
@@ -151,6 +152,23 @@ class Planning:
         algorithms = ["ordinary" if p.buffer is None else p.algorithm.name for p in calls]
         preparation.log(plan, algorithms)
         return Schedule(plan, made.stretches)
+
+    def _sent_alike(self, recordings: Sequence[Recording]) -> Sequence[Recording]:
+        """The recordings, in which all ranks push a reduce-scatter's gradients in one type.
+
+        A rank that alone accumulates over micro-batches has wider ones than its peers: then
+        gradients travel in the type in which FSDP2 reduces.
+
+        Collective: yes, over all groups of the model.
+        """
+        sent = [call.sent for recording in recordings for call in recording.collectives]
+        timeout = self._options.timeout
+        if all_agree("types of gradients", [*sent, ""], self._memory.groups, timeout):
+            return recordings
+        return [
+            evolve(r, collectives=[evolve(call, sent="") for call in r.collectives])
+            for r in recordings
+        ]
 
     def _undo(self, made: StepPlan) -> None:
         self._memory.undo(made.held)

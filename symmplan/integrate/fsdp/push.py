@@ -87,7 +87,6 @@ class Pushes:
         self,
         gradients: Sequence[torch.Tensor],
         slot: Placement,
-        dtype: torch.dtype,
         travels: torch.dtype,
         take: Callable[[], bool] | None = None,
     ) -> tuple[torch.Tensor, ...]:
@@ -96,8 +95,7 @@ class Pushes:
         Args:
             gradients: To be sharded along their first dimension.
             slot: Where each rank receives.
-            dtype: In which FSDP2 reduces.
-            travels: As `sent_as` says.
+            travels: The type in which all ranks push, to which every element can be cast.
             take: Takes the bytes of a shared slot, whether that can be; None if it is none.
 
         Returns:
@@ -109,10 +107,9 @@ class Pushes:
         shared = take is not None
         again = shared or self._unmet or self._last == slot
         self._last, self._unmet = slot, True
-        if travels == dtype:
-            # Where there is no room for that, the copies cast.
-            with contextlib.suppress(torch.OutOfMemoryError):
-                gradients = [g.to(dtype) for g in gradients]
+        # Where there is no room for that, the copies cast.
+        with contextlib.suppress(torch.OutOfMemoryError):
+            gradients = [g.to(travels) for g in gradients]
         self._shared = slot if shared else None
         kept = tuple(gradients)  # FSDP2 forgets those of its list
 

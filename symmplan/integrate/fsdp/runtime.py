@@ -135,7 +135,7 @@ class Runtime:
             base = plain()
         elif scheduled.pushed:
             base = self.memory.element(place, dtype)
-            send = functools.partial(self.memory.pushes(scheduled).send, slot=place, dtype=dtype)
+            send = functools.partial(self.memory.pushes(scheduled).send, slot=place)
             if scheduled.algorithm.name == "shared push":
                 take = functools.partial(self.memory.take, place)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from attrs import define, field, frozen
 
 from symmplan.integrate.fsdp import reasons
@@ -13,8 +14,6 @@ from symmplan.runtime.observe import launching
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import torch
 
     from symmplan.capture.fsdp_recording import Key, Recording
     from symmplan.integrate.fsdp.push import Pushes
@@ -129,12 +128,15 @@ class Slot:
             return buffer
         assert self.scheduled is not None
         assert self.scheduled.place is not None
-        if buffer.numel() * travels.itemsize > self.scheduled.place.nbytes:
+        # All ranks push in the type that they agreed on, whatever autograd made on one of them.
+        call = self.scheduled.call
+        planned = getattr(torch, call.sent or call.key.dtype)
+        if torch.promote_types(travels, planned) != planned:
             self.pushed, self.flat = False, self.plain()
             return self.flat
         with launching(self.expected):
             shared = None if self.take is None else self._took
-            self.pushing = send(gradients, travels=travels, take=shared)
+            self.pushing = send(gradients, travels=planned, take=shared)
         return None
 
     def _took(self) -> bool:
