@@ -65,11 +65,13 @@ class Usage:
         need: Bytes of tensors that it goes on to need at once, what plans replace left out.
         most: The most bytes that torch's allocator had of the driver.
         slack: What `symmplan.capture.fsdp_memory.Needed` has besides.
+        beyond: How many bytes more than ``most`` a plan may come to.
     """
 
     need: int
     most: int
     slack: tuple[int, ...] = ()
+    beyond: int = 0
 
 
 def free_bytes(memory: str) -> int:
@@ -113,7 +115,7 @@ def room_on(there: DeviceMemory, usage: Usage | None, *, below: bool) -> Room:
     nbytes = free - max(free // _MARGIN, LEFT)
     at_once = there.free - max(there.free // _MARGIN, LEFT)
     if usage is not None and below:
-        nbytes = min(nbytes, usage.most - need)
+        nbytes = min(nbytes, usage.most + usage.beyond - need)
         at_once = min(at_once, usage.most - there.reserved)
     return Room(max(0, nbytes), max(0, at_once), () if usage is None else usage.slack)
 

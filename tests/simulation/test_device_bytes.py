@@ -99,7 +99,7 @@ def test_a_device_has_no_more_with_pushes_than_without(tokens, replicas, reduce)
 @settings(max_examples=5, suppress_health_check=list(HealthCheck), deadline=None)
 @given(configs(), st.sampled_from((512, 700, 1024)))
 def test_a_device_never_has_more_than_without(config, dim):
-    """Whatever that takes: tiny batches leave room for little.
+    """Whatever that takes: tiny batches leave room for little, and two hundredths more are theirs.
 
     The slots of experts are there all the time, which the bytes that they replace are not.
     """
@@ -108,7 +108,16 @@ def test_a_device_never_has_more_than_without(config, dim):
     slots = 0
     if config.kind == "experts":
         (slots,) = (p.peak_bytes for p in report.plans if _of_experts(p))
-    assert report.device_bytes <= report.device_bytes_without + slots
+    assert report.device_bytes <= report.device_bytes_without * 1.02 + slots
+
+
+def test_a_tiny_batch_keeps_its_pushes_for_hardly_more_bytes():
+    """A rank's part of the gradients is there while they are pushed; FSDP2 makes it later."""
+    report = symmplan.simulate(functools.partial(trained, 3, 4, None, 1), ranks=64)
+    without = report.device_bytes_without
+    assert without < report.device_bytes <= without * 1.02
+    found = {(c.op, c.algorithm) for c in report.collectives if c.nbytes > 1 << 20}
+    assert found == {("all_gather", "copy engine"), ("reduce_scatter", "shared push")}
 
 
 def _of_experts(plan):

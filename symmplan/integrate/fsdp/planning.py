@@ -52,6 +52,9 @@ __all__ = ["Planning"]
 
 #: Where parts of FSDP2's segment begin, in bytes.
 _ALIGN = 512
+#: By how many hundredths a program may have more of its device than without a plan, if collectives
+#: would be ordinary otherwise.
+_BEYOND = 2
 
 
 class Planning:
@@ -261,9 +264,16 @@ class Planning:
                 if self._alike(made, tenants, room, recordings[0].collectives):
                     held = self._memory.prepare(made.plan)
                     return evolve(problem.advised(made, demotables(made)), held=held)
-        plan, made = within(
-            room, planned, lambda _, made: self._taken(made, recordings[0].collectives)
-        )
+
+        def fitted(room: int | None) -> tuple[Plan, StepPlan]:
+            first = recordings[0].collectives
+            return within(room, planned, lambda _, made: self._taken(made, first))
+
+        plan, made = fitted(room)
+        if _lost(plan) and self.live is None and options.capacity is None:
+            more = fitted(self._memory.room(below=True, beyond=_BEYOND))
+            if _lost(more[0]) < _lost(plan):
+                plan, made = more
         held = self._memory.prepare(plan)
         made = evolve(made, plan=plan)
         return evolve(problem.advised(made, demotables(made)), held=held)
@@ -400,6 +410,12 @@ def _concurrent(
     others = [(before[at], c, c.nbytes) for at, c in recording.heard if c.group in beside]
     found: Any = concurrent_heard(calls, others)
     return dict(found)
+
+
+def _lost(plan: Plan) -> int:
+    """How many collectives are ordinary for want of room."""
+    demotions = () if plan.budget is None else plan.budget.demotions
+    return sum(d.calls for d in demotions if d.after == "ordinary")
 
 
 def _lies(tenant: Tenant, arena: Arena | None, there: Mapping[str, Placement]) -> bool:
