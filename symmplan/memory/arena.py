@@ -123,7 +123,8 @@ class Arena:
 
         Raises:
             ReleasedError: The arena was released.
-            RunError: The plan has no such buffer, or it is too small for that shape.
+            RunError: The plan has no such buffer, it is too small for that shape, or
+                ``dtype`` is no type.
 
         Collective: no.
         """
@@ -148,6 +149,14 @@ class Arena:
             )
         flat = self.segments[placement.segment].tensor[placement.offset : placement.end]
         wanted = torch.uint8 if dtype is None else dtype
+        if not isinstance(wanted, torch.dtype):
+            raise RunError(
+                f"buffer {name!r} was asked for in the type {wanted!r}",
+                expected="a torch.dtype",
+                got=repr(wanted),
+                fix="pass dtype=torch.float32, say",
+                buffer=name,
+            )
         count = placement.nbytes // wanted.itemsize
         if shape is not None:
             count = 1

@@ -345,8 +345,18 @@ def located(
     """As `locate`, of a tensor that errors call ``name``, with ``by`` before it.
 
     Raises:
-        NotSymmetricError: It lies in no live segment.
+        NotSymmetricError: It lies in no live segment, or is no tensor.
     """
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise NotSymmetricError(
+            f"{by}{name} is a {type(tensor).__name__}",
+            expected="a tensor in symmetric memory",
+            got=repr(tensor),
+            fix="pass the tensor",
+            **fields,
+        )
     found = locate(tensor)
     if found is None:
         raise NotSymmetricError(
@@ -420,7 +430,8 @@ def handle(tensor: torch.Tensor, group: str | Any | None = None) -> PlacedTensor
         group: Name of a group or torch's group; needed only if the segment has several.
 
     Raises:
-        SymmplanError: It lies in no live segment, or its segment did not meet that group.
+        NotSymmetricError: It is no tensor, or lies in no live segment.
+        SymmplanError: Its segment did not meet that group.
     """
     segment, offset = located(
         tensor,

@@ -27,7 +27,15 @@ def problem_from_intervals(intervals: Iterable[tuple[str, int, int, int]]) -> Pr
     Time is cut where an interval begins or ends; each piece becomes one operation ``t<begin>``,
     and a buffer is accessed in the first and the last piece of its interval.
     """
-    rows: list[tuple[Any, ...]] = [tuple(r) for r in intervals]
+    try:
+        rows: list[tuple[Any, ...]] = [tuple(r) for r in intervals]
+    except TypeError as error:
+        raise ProblemError(
+            f"the intervals cannot be read: {error}",
+            expected="tuples (name, begin, end, nbytes)",
+            got=f"a {type(intervals).__name__}",
+            fix="give one tuple per buffer, times and bytes as int",
+        ) from error
     for row in rows:
         if len(row) != 4 or not all(
             isinstance(v, int) and not isinstance(v, bool) for v in row[1:]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from symmplan.fsdp import Handle
+from symmplan.errors import OptionError
+from symmplan.fsdp import Handle
 
 __all__ = ["watched"]
 
@@ -25,8 +23,18 @@ def watched(handle: Handle) -> dict[str, int]:
         ``flat``; and by which algorithms planned collectives run, ``symmplan/algorithms/push`` and
         so on, without those by which none runs.
 
+    Raises:
+        OptionError: It is no such handle.
+
     Collective: no; it waits for nothing, also not for a device.
     """
+    if not isinstance(handle, Handle):
+        raise OptionError(
+            f"{handle!r} is no handle of FSDP2",
+            expected="a symmplan.fsdp.Handle",
+            got=f"a {type(handle).__name__}",
+            fix="pass what symmplan.fsdp.apply(model) returned",
+        )
     metrics = handle.metrics()
     algorithms = {name: n for name, n in metrics.items() if "/algorithms/" in name and n}
     return {f"symmplan/{name}": metrics[f"symmplan/{name}"] for name in _WATCHED} | algorithms

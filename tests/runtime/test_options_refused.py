@@ -12,10 +12,14 @@ from ranks import pool_of
 
 import symmplan
 import symmplan.memory
+import symmplan.trainers
 from symmplan.errors import (
     BackendError,
+    NotSymmetricError,
     OptionError,
     PlanningError,
+    ProblemError,
+    RunError,
     SimulationError,
     SymmplanError,
 )
@@ -106,6 +110,29 @@ def test_what_is_no_plan_and_no_function_is_refused(call, option, what):
     assert caught.value.expected
     assert caught.value.got
     assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "what"),
+    [
+        (lambda: symmplan.placed.handle(None), NotSymmetricError, "a tensor is a NoneType"),
+        (lambda: symmplan.trainers.watched(3), OptionError, "3 is no handle"),
+        (lambda: symmplan.Problem.from_intervals(None), ProblemError, "intervals cannot be read"),
+        (lambda: symmplan.Problem.from_intervals([3]), ProblemError, "intervals cannot be read"),
+        (lambda: typed_view("float32"), RunError, "'a' was asked for in the type 'float32'"),
+    ],
+)
+def test_what_is_of_another_type_is_refused(call, error, what):
+    with pytest.raises(error, match=what) as caught:
+        call()
+    assert caught.value.expected
+    assert caught.value.got
+    assert caught.value.fix
+
+
+def typed_view(dtype):
+    with symmplan.memory.realize(PLAN) as arena:
+        arena.tensor("a", dtype=dtype)
 
 
 def test_a_program_that_needs_arguments_is_refused_before_it_is_called():

@@ -20,7 +20,7 @@ import torch
 
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import own_work
-from symmplan.errors import OptionError, ReleasedError, RunError
+from symmplan.errors import OptionError, ReleasedError
 from symmplan.integrate.moe.exchanges import RowExchange
 from symmplan.integrate.moe.pending import Pending, differentiable, pending
 from symmplan.integrate.moe.routes import (
@@ -230,6 +230,7 @@ class ExpertParallel:
 
         Collective: yes, and so is its backward.
         """
+        self._check_types(rows, routes)
         return (pending if async_op else differentiable)(rows, self, routes)
 
     @overload
@@ -267,6 +268,7 @@ class ExpertParallel:
 
         Collective: yes, and so is its backward.
         """
+        self._check_types(rows, routes)
         return (pending if async_op else differentiable)(rows, self, routes.back)
 
     def exchange(self, rows: torch.Tensor, routes: Routes | PaddedRoutes) -> torch.Tensor:
@@ -386,18 +388,23 @@ class ExpertParallel:
     def _check(self, rows: torch.Tensor, routes: Routes | PaddedRoutes) -> None:
         fits = routes.ranks == self._group.size and rows.dim()
         fits = fits and routes.takes(rows.shape[0]) and rows.device == self._device
-        if fits:
-            return
-        if self._slot.pushes is not None and not self._released:
-            with contextlib.suppress(RunError):  # the peers' call fails, too, where it can
-                self._slot.pushes.refuse()
-        raise RunError(
-            f"rows of shape {tuple(rows.shape)} on {rows.device} are not those of the routes",
-            expected=f"{routes.sends} rows along dimension 0, on {self._device}",
-            got=f"{rows.shape[0] if rows.dim() else 0} rows on {rows.device}",
-            fix="pass the rows that were counted, or count them again",
-            **self._group.here,
-        )
+        if not fits:
+            self._slot.refuse(
+                f"rows of shape {tuple(rows.shape)} on {rows.device} are not those of the routes",
+                expected=f"{routes.sends} rows along dimension 0, on {self._device}",
+                got=f"{rows.shape[0] if rows.dim() else 0} rows on {rows.device}",
+                fix="pass the rows that were counted, or count them again",
+            )
+
+    def _check_types(self, rows: Any, routes: Any) -> None:
+        if not (isinstance(rows, torch.Tensor) and isinstance(routes, Routes | PaddedRoutes)):
+            found = f"rows are a {type(rows).__name__}, and routes a {type(routes).__name__}"
+            self._slot.refuse(
+                found,
+                expected="a tensor, and what `routes` gave",
+                got=found,
+                fix="pass the rows, and experts.routes(counts)",
+            )
 
     def _usable(self) -> None:
         """See that it can be used.

@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
@@ -166,6 +167,17 @@ class RowSlot:
                 **self._group.here,
             )
             raise self.fault
+
+    def refuse(self, what: str, expected: str, got: str, fix: str) -> NoReturn:
+        """Raise an error of a call with wrong arguments; the peers' call fails, too, where it can.
+
+        Raises:
+            RunError: Always.
+        """
+        if self.pushes is not None:
+            with contextlib.suppress(RunError):
+                self.pushes.refuse()
+        raise RunError(what, expected=expected, got=got, fix=fix, **self._group.here)
 
     def let_go(self) -> None:
         """Give the memory back."""
