@@ -355,7 +355,7 @@ def test_pushes_meet_first_where_nothing_else_makes_a_slot_free():
         (second, True),
     ):
         before = meeting.count
-        pushes.send([torch.arange(4.0)], slot, torch.float32, torch.float32)
+        pushes.send([torch.arange(4.0)], slot, torch.float32)
         met.append(meeting.count - before)
         if sums:
             output = torch.empty(4)
