@@ -12,10 +12,10 @@ from symmplan.memory.backends import BACKENDS as BACKENDS
 from symmplan.memory.backends import Backend as Backend
 from symmplan.memory.backends import resolve_backend as resolve_backend
 from symmplan.memory.health import Health as Health
-from symmplan.memory.segment import PlacedTensor as PlacedTensor
+from symmplan.memory.placed_tensor import PlacedTensor as PlacedTensor
+from symmplan.memory.placed_tensor import handle as handle
 from symmplan.memory.segment import Rendezvous as Rendezvous
 from symmplan.memory.segment import Segment as Segment
-from symmplan.memory.segment import handle as handle
 from symmplan.memory.segment import locate as locate
 
 __all__ = [

@@ -26,11 +26,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from attrs import field, frozen
-
 from symmplan.coordination.groups import Group, group_key
 from symmplan.coordination.world import address_of
-from symmplan.errors import BackendError, NotSymmetricError, ReleasedError, RunError
+from symmplan.errors import NotSymmetricError, ReleasedError, RunError
 from symmplan.process import PROCESS, LiveSegments
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
     #: What a memory backend gives: bytes, and what gives them back beyond dropping them.
     Allocation: TypeAlias = tuple[torch.Tensor, Callable[[], None] | None]
 
-__all__ = ["PlacedTensor", "Rendezvous", "Segment", "handle", "locate"]
+__all__ = ["Rendezvous", "Segment", "locate", "located", "used_after_release"]
 
 
 class Rendezvous:
@@ -205,7 +203,7 @@ class Segment:
             ReleasedError: The segment was released.
         """
         if self._tensor is None:
-            raise _released(self)
+            raise used_after_release(self)
         return self._tensor
 
     def add_rendezvous(self, rendezvous: Rendezvous) -> None:
@@ -228,7 +226,7 @@ class Segment:
             RunError: The segment was not rendezvoused with that group, or a barrier failed before.
         """
         if self._tensor is None:
-            raise _released(self)
+            raise used_after_release(self)
         if self._inherited:
             for met in self.rendezvous.values():
                 met.group.require_own()
@@ -369,88 +367,8 @@ def located(
     return found
 
 
-@frozen
-class PlacedTensor:
-    """A tensor that lies in a segment, and the same tensor on its peers.
-
-    Attributes:
-        tensor: The tensor.
-        segment: The segment that holds it.
-        offset: Offset in bytes of its first element inside the segment.
-        rank: This process's rank in the group.
-        world_size: How many ranks the group has.
-    """
-
-    tensor: torch.Tensor = field(repr=False)
-    segment: Segment
-    offset: int
-    rank: int
-    world_size: int
-    _rendezvous: Rendezvous = field(repr=False, alias="rendezvous")
-
-    def peer(self, rank: int) -> torch.Tensor:
-        """The same tensor (type, shape, strides, offset) in the memory of ``rank``.
-
-        Raises:
-            BackendError: There is no such rank, or this process cannot address its memory.
-        """
-        peers = self._rendezvous.peers
-        if self.segment.released:
-            raise _released(self.segment)
-        if not 0 <= rank < len(peers):
-            raise BackendError(
-                f"no rank {rank} in group {self._rendezvous.group.name!r}",
-                expected=f"0 to {len(peers) - 1}",
-                got=rank,
-                fix="pass a rank of the group, not of the world",
-                group=self._rendezvous.group.name,
-                rank=self.rank,
-            )
-        mine = self.tensor
-        step = mine.element_size()
-        view = peers[rank][self.offset % step :]
-        view = view[: view.numel() // step * step].view(mine.dtype)
-        return view.as_strided(
-            mine.shape, mine.stride(), view.storage_offset() + self.offset // step
-        )
-
-    def barrier(self, timeout: float | None = None) -> None:
-        """Wait for every rank of the group. See `Segment.barrier`.
-
-        Collective: yes.
-        """
-        self.segment.barrier(self._rendezvous.group.name, timeout)
-
-
-def handle(tensor: torch.Tensor, group: str | Any | None = None) -> PlacedTensor:
-    """A placed tensor with its segment, offset and peers, for authors of one-sided ops.
-
-    Args:
-        tensor: Any tensor whose bytes lie in a segment of a live arena.
-        group: Name of a group or torch's group; needed only if the segment has several.
-
-    Raises:
-        NotSymmetricError: It is no tensor, or lies in no live segment.
-        SymmplanError: Its segment did not meet that group.
-    """
-    segment, offset = located(
-        tensor,
-        "a tensor",
-        fix="call the op inside `with symmplan.eager()` or in a model compiled with "
-        'backend="symmplan": they place what symmplan.symm_args declares',
-    )
-    rendezvous = segment.meeting(group)
-    return PlacedTensor(
-        tensor=tensor,
-        segment=segment,
-        offset=offset,
-        rank=rendezvous.group.rank,
-        world_size=rendezvous.group.size,
-        rendezvous=rendezvous,
-    )
-
-
-def _released(segment: Segment) -> ReleasedError:
+def used_after_release(segment: Segment) -> ReleasedError:
+    """The error of a segment whose memory is given back."""
     return ReleasedError(
         f"segment {segment.spec.name!r} of {segment.nbytes} bytes was used after its release",
         expected="an arena, handle or backend that has its segments",

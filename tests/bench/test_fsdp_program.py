@@ -92,6 +92,7 @@ def options(*words):
 # Whole steps.
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 def test_whole_steps_of_all_sides_go_on_from_the_same_parameters():
     words = ("--layers", 2, "--dim", 16, "--steps", 3, "--tokens", 4, "--checkpoint")

@@ -50,6 +50,7 @@ def _mutant(module, was, becomes):
     return found
 
 
+@pytest.mark.further
 def test_a_test_that_notices_is_told_from_one_that_does_not(tmp_path, monkeypatch):
     compared = "ranges.last[a, c] > ranges.entry[b, c]"
     wrong = _mutant("planner/items", compared, compared.replace(">", "<="))

@@ -176,6 +176,7 @@ def test_too_many_streams_are_an_error_not_a_crash():
         with_ops(ops)
 
 
+@pytest.mark.further
 def test_the_work_grows_with_the_dag_and_not_with_its_square():
     def conflicts(size):
         items = items_of(stream_program(size))

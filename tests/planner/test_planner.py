@@ -178,6 +178,7 @@ def test_a_wait_vouches_for_nothing_behind_its_start(problem, needed):
         fewer.verify()
 
 
+@pytest.mark.further
 @MANY
 @example(FROM_RUN_TO_RUN)
 @given(problems(groups=("g",), max_streams=1, constraints=False, pins=False))

@@ -62,7 +62,7 @@ def decide(problem, data):
     check(task, conflicts, offset, peak)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(interval_problems(max_buffers=7, max_time=6, max_bytes=6), st.data())
 def test_search_is_right_on_intervals(problem, data):
     decide(problem, data)

@@ -191,7 +191,7 @@ def test_a_persistent_buffer_shares_with_nothing(made):
     assert kind_of(wrong) in ("overlap", "apart")
 
 
-@settings(max_examples=160, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problems(pins=False), st.data())
 def test_a_moved_buffer_is_caught_exactly_if_it_is_wrong(problem, data):
     try:
@@ -255,6 +255,7 @@ def test_verify_shares_no_code_with_the_planner():
                 assert not name.startswith("symmplan") or name.startswith(allowed), (file, name)
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     "problem",
     [

@@ -165,7 +165,7 @@ def _on_two_hosts(ranks, timeout):
     return HostPool((2, ranks - 2), timeout=timeout)
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(300, marks=pytest.mark.further)])
+@pytest.mark.parametrize("count", [8, pytest.param(300, marks=pytest.mark.further)])
 @pytest.mark.timeout(900)
 def test_random_fsdp_programs(count):
     with Judge(_on_two_hosts) as judge:

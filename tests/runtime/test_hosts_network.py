@@ -57,6 +57,7 @@ def _outcomes(tmp_path, integration, timeout):
         return ranks.collect()
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("integration", ["FSDP2", "compile", "eager"])
 def test_a_network_that_stops_for_five_seconds_only_delays(tmp_path, integration):
     for outcome in _outcomes(tmp_path, integration, 30.0):

@@ -271,7 +271,6 @@ def _late(rank, world_size, program, algorithm, work, **more_of_it):
     return wrong, *counts
 
 
-@pytest.mark.all_cases
 @pytest.mark.parametrize(
     "work",
     [_eager, pytest.param(_compiled, marks=pytest.mark.further)],

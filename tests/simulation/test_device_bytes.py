@@ -33,6 +33,7 @@ def configs(draw):
     )
 
 
+@pytest.mark.further
 @settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(configs())
 def test_what_a_device_has_without_is_what_it_has_where_all_is_ordinary(config):

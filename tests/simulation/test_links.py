@@ -196,6 +196,7 @@ def _command(*words):
     return main(["simulate", f"{__file__}:_trained", *words])
 
 
+@pytest.mark.further
 def test_a_sweep_prints_how_bytes_and_times_grow(capsys):
     words = "--sweep", "ranks=4,16", "--ranks-per-host", "4", "--memory", "shm"
     assert _command(*words, "--links", "dgx-h100") == 0

@@ -94,6 +94,7 @@ def test_a_server_of_many_sizes_has_one_segment_and_meets_once(servers, sizes):
     assert told[0]["after"].graphs == len(sizes)
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_one_graph_serves_all_sizes_up_to_its_bound(pair, inner):
     told = pair.run(_decode, tuple(s for s in _SIZES if s > 1), inner, True)

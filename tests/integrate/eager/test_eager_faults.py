@@ -396,6 +396,7 @@ def _waits_in_a_collective(rank, world_size, fault, ahead):
         raise
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("fault", "ranks", "ahead"),
     [("shape", 2, 0), ("raise", 2, 0), ("keep", 2, 3), ("shape", 3, 0)],
