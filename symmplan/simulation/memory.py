@@ -26,7 +26,7 @@ from symmplan.torch_private.fake_world import followed_memory
 from symmplan.torch_private.ops import tree_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 __all__ = ["Kind", "Storages"]
 
@@ -35,10 +35,11 @@ Kind = Literal["parameters", "gradients", "optimizer", "activations", "placed", 
 
 @define(eq=False)
 class _Storage:
-    """A storage: what it is for, and its size in bytes now."""
+    """A storage: what it is for, its size in bytes now, and what is done when it is gone."""
 
     kind: Kind = "activations"
     nbytes: int = 0
+    then: list[Callable[[], None]] = field(factory=list)
 
 
 @define(eq=False)
@@ -65,6 +66,8 @@ class Storages:
         def gone(_: Any) -> None:
             self._live.pop(key, None)
             self._resize(made, 0)
+            for act in made.then:
+                act()
 
         self._live[key] = made, weakref.ref(storage, gone)
         self._resize(made, storage.nbytes())
@@ -125,7 +128,7 @@ class Storages:
                 if over() is not None:
                     self._resize(made, made.nbytes + nbytes)
 
-            weakref.finalize(gradient.untyped_storage(), keep).atexit = False
+            self.seen(gradient).then.append(keep)
         weakref.finalize(tensor.untyped_storage(), self._resize, made, 0).atexit = False
         return made
 

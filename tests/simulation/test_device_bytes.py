@@ -121,6 +121,14 @@ def test_a_tiny_batch_keeps_its_pushes_for_hardly_more_bytes():
     assert found == {("all_gather", "copy engine"), ("reduce_scatter", "shared push")}
 
 
+def test_gradients_that_are_pushed_count_once():
+    """They are kept when autograd drops them; a moment with both would be the peak here."""
+    config = Config(kind="fsdp", ranks=4, dim=700, widths=(2, 1))
+    report = symmplan.simulate(functools.partial(program, config), ranks=4)
+    assert any(c.algorithm == "shared push" for c in report.collectives)
+    assert report.device_bytes <= report.device_bytes_without * 1.001
+
+
 def _of_experts(plan):
     return not any("c10d" in b.op for b in (*plan.problem.buffers, *plan.unplanned))
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paths import ROOT
+from paths import HELPERS, ROOT
 from ranks import RankPool
 from simulate_programs import (
     Config,
@@ -402,7 +402,10 @@ def command(*words):
         check=False,
         timeout=240,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/helpers'}"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS, Path(__file__).parent))),
+        },
     )
 
 
