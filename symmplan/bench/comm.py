@@ -1,15 +1,15 @@
-"""Time the one-sided collectives of memory="shm" against gloo's, on this machine.
+"""Time the one-sided collectives of memory="shm" and those of gloo, on this machine.
 
-Both run in the same processes on the same tensors, alternating, so that other load hits both
-alike; a repetition's time is the slowest rank's, and medians are compared. Every result is checked
-against gloo's. Bytes are those of one rank's part: the input of an all-gather, the output of a
-reduce-scatter, the whole tensor of an all-reduce.
+Both run in the same processes on the same tensors. They alternate, so that other load on the
+machine affects both alike. The time of a repetition is that of its slowest rank. The results are
+medians. Every result is checked against gloo's. Bytes are those of one rank's part: the input of an
+all-gather, the output of a reduce-scatter, the whole tensor of an all-reduce.
 
-On devices all-reduces are timed, in CUDA graphs: NCCL's on ordinary memory, and in placements
-NCCL's (--memory nccl) or torch's one-shot and two-shot kernels (--memory cuda).
+On devices the benchmark times all-reduces in CUDA graphs: NCCL's in ordinary memory, and in
+placements NCCL's (--memory nccl) or torch's one-shot and two-shot kernels (--memory cuda).
 
-With -o, FSDP2's collectives are timed instead by every algorithm that the device's memory has, as a
-job does that measures, and the choices written to a table: for choose= of later jobs, and for
+With -o, the benchmark times FSDP2's collectives instead, with every algorithm that the device's
+memory backend has. It writes the choices to a tuning table, for choose= of later runs and for
 symmplan simulate.
 """
 

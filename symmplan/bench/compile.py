@@ -1,12 +1,15 @@
 """Compile programs with plain Inductor and with symmplan, and compare times, losses and bytes.
 
-Both run in the same processes. Steps of the two alternate, so that other load hits both alike; a
-step's time is its slowest rank's, and medians are compared. Compile times are those of the first
-step, without code caches, the least of several compilations of each; what is done once in a process
-(imports, measuring collectives) is in ``own_first_compile_s``. Where this torch has an
-own pass that puts collectives into symmetric memory (low contention), it is a third side on CUDA.
-With --micro-pipeline, Inductor with its own pipelines of products is one more side; they have a
-workspace of torch's own in symmetric memory (``memory="cuda"``).
+Both run in the same processes. Their steps alternate, so that other load on the machine affects
+both alike. The time of a step is that of its slowest rank. The results are medians.
+
+The compile time is that of the first step without code caches: the smallest of several compilations
+of each side. Work that runs once per process (imports, measurements of collectives) is in
+``own_first_compile_s``.
+
+If this torch has a pass that puts collectives into symmetric memory (low contention), that pass is
+a third side on CUDA. --micro-pipeline adds Inductor's own pipelined products as another side. They
+use a symmetric workspace of torch (``memory="cuda"``).
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
-"""Sharded gathers beside tensor-parallel sums: is the measured choice as good as the best forced?
+"""Run sharded gathers beside tensor-parallel sums: is the measured choice as fast as a forced one?
 
-Two programs of two groups of the same ranks. In the compiled one each layer's weight is gathered
-over one group, two layers ahead, while the layers before run matrix products and sum their results
-over the other, as tensor parallelism does; ``inner`` is what compiles it alone. The other is FSDP2,
-forward and backward, with such sums in its blocks. The sides are the same program with other
-``choose=``. They alternate, a round is over when its slowest rank is, and the median counts. All
-sides get the same inputs and must give the same results, up to the order of sums.
+There are two programs. Each uses two groups of the same ranks.
+
+- compiled: one group gathers each layer's weight two layers ahead. Meanwhile
+  earlier layers run matrix products, and the other group sums their results,
+  as tensor parallelism does. --inner selects the compiler.
+- FSDP2: forward and backward, with such sums in its blocks.
+
+The sides are the same program with different ``choose=``. They alternate. The time of a round is
+that of its slowest rank. The results are medians. All sides get the same inputs, and must return
+the same results, up to the order of sums.
 """
 
 from __future__ import annotations

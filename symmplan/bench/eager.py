@@ -1,18 +1,25 @@
-"""Time what an eager session costs the host, and collectives with and without one.
+"""Time the host cost of an eager session, and collectives with and without a session.
 
-``host``: what the host does for one call, until that returns, in microseconds. By default there is
-one rank and a small tensor, so that no side waits for a peer or moves many bytes. The rest is
-bookkeeping: of torch and the process group in ``plain``, the program as torch runs it; of torch and
-symmplan in ``session``, the same program in a session that has a plan. ``placed`` is the op that
-runs there, called by hand on a placement. The best of alternating rounds counts; a round is a group
-of calls that is short compared with a time slice of the processor. ``overhead`` is the difference
-of ``session`` and ``plain``. If the program does not make an argument in its placement, a copy is
-part of it: ``copies`` is the time of such a copy by hand. With more ranks, ``session`` in shared
-memory waits for the peers in each call.
+``host`` is the host time of one call until it returns, in microseconds. By default there is one
+rank and a small tensor, so no side waits for a peer or moves many bytes. What remains is
+bookkeeping:
 
-``messages``: what one all-reduce of so many bytes takes together with the op that writes them, as
-torch runs it and in a session; on CUDA also as CUDA graphs. The median of alternating rounds of the
-slowest rank counts.
+- plain: the program as torch runs it, with the cost of torch and the process
+  group
+- session: the same program in a session that has a plan, with the cost of
+  torch and symmplan
+- placed: the op that the session runs, called by hand on a placement
+- overhead: session minus plain
+- copies: the time of one copy by hand; session includes such a copy if the
+  program does not produce an argument in its placement
+
+Rounds of the sides alternate, and the fastest round counts. A round is a group of calls that is
+short compared with a time slice of the processor. With more ranks, ``session`` in shared memory
+waits for the peers in each call.
+
+``messages`` is the time of one all-reduce together with the op that writes its input, with and
+without a session, on CUDA also in CUDA graphs. Rounds alternate. The time of a round is that of its
+slowest rank. The results are medians.
 """
 
 from __future__ import annotations

@@ -1,26 +1,32 @@
-"""Train under FSDP2 plainly and with symmplan, and compare times, bytes and results.
+"""Train under FSDP2 with and without symmplan, and compare times, bytes and results.
 
-The same model is trained in the same processes in several ways, the *sides*: with FSDP2's own
-collectives (``plain``); with these and ``reshard_after_forward=False``, so that backward has what
-forward gathered, in more bytes (``kept``); on devices with all-gathers in torch's pool of
-symmetric memory, over a communicator with copy engines (``pooled``); with both (``kept, pool``),
-which is the best without symmplan; with `symmplan.fsdp.apply` (``symmplan``); and without FSDP2
-and communication, which is the limit (``unsharded``). A step is a forward and a backward pass, of
-a batch per rank; ``--accumulate`` makes it several, each with its reductions, and ``--optimizer``
-adds the optimizer's step.
+The benchmark trains the same model in several ways, the *sides*:
 
-Steps of all sides alternate, so that other load hits them alike. A step's time is its slowest
-rank's, on devices by events, and medians are compared. The time in collectives is what the host
-spends in the methods of FSDP2 that issue and await them, with the copies that these make: on the
-CPU that is all of it, waiting for peers included; on devices it is what the host does meanwhile.
-Bytes are those of one side alone, beside the other sides' models. Gradients of every step are
-compared with the plain side's.
+- plain: FSDP2's own collectives
+- kept: the same with reshard_after_forward=False, so backward gathers
+  nothing, but parameters take more bytes
+- pooled: all-gathers in torch's pool of symmetric memory, over a
+  communicator with copy engines (GPUs only)
+- kept, pool: both of these, the fastest side without symmplan
+- symmplan: symmplan.fsdp.apply
+- unsharded: no FSDP2 and no communication, the limit
 
-PROGRAM is a model of your own: train.py:build, or package.module:build. ``build()`` is called on
-each rank, where the default process group is there, and returns ``(model, step)``: a model under
-``fully_shard``, to which symmplan is not applied, and a function without arguments that makes one
-whole step and may return the loss. Each side is built and trained in processes of its own, with
-the same seed, one after the other, so that it has the whole device.
+A step is a forward and a backward pass over one batch per rank. ``--accumulate`` runs several such
+pairs per step, each with its reductions. ``--optimizer`` adds the optimizer step.
+
+All sides run in the same processes. Their steps alternate, so that other load on the machine
+affects all of them alike. The time of a step is that of its slowest rank, on devices measured by
+events. The results are medians. The time in collectives is the host time in those methods of FSDP2
+that start collectives and wait for them, including copies. On the CPU this is the whole time,
+including waits for peers. On devices it is host time only. Bytes are those of one side, while the
+models of the other sides exist, too. The gradients of every step are compared with those of
+``plain``.
+
+PROGRAM is your own model: train.py:build, or package.module:build. The benchmark calls ``build()``
+on each rank, after it has created the default process group. ``build()`` returns
+``(model, step)``: a model under ``fully_shard`` without symmplan, and a function without arguments
+that runs one whole step and may return the loss. Each side then runs in separate processes, with
+the same seed, one side after the other, so that it has the whole device.
 """
 
 from __future__ import annotations
@@ -53,56 +59,56 @@ _OPTIONS = (
     Option("dim", "width (default 512; llama 4096, as Llama 3 8B)", None, more={"type": int}),
     Option(
         "tokens",
-        "rows of a batch, or its sequence length; several are measured one after the other "
+        "rows of a batch, or its sequence length; several values run one after the other "
         "(default 64; llama 4096 2048)",
         None,
         more=_NUMBERS,
     ),
     Option("steps", "timed steps of each", 10),
     Option("compile", "compile each layer", False, more=_ON),
-    Option("checkpoint", "compute activations of each layer again in backward", False, more=_ON),
+    Option("checkpoint", "recompute activations of each layer in backward", False, more=_ON),
     Option(
         "optimizer",
-        "whose step is part of the time (default: sgd, which is not)",
+        "optimizer; the time of adamw is part of the step (default sgd, not timed)",
         None,
         more={"type": str, "choices": ("sgd", "adamw")},
     ),
-    Option("accumulate", "forward and backward passes of a step", 1),
-    Option("dtype", "of parameters (llama bfloat16)", None, more=_DTYPES),
+    Option("accumulate", "forward and backward passes per step", 1),
+    Option("dtype", "type of parameters (llama bfloat16)", None, more=_DTYPES),
     Option(
         "reduce",
-        "of reduced gradients, if parameters are not float32 (llama bfloat16)",
+        "type of reduced gradients, if parameters are not float32 (llama bfloat16)",
         None,
         more=_DTYPES,
     ),
     Option(
         "sides",
-        f"what to compare: {', '.join(_SIDES)} (default: all there are)",
+        f"what to compare: {', '.join(_SIDES)} (default: all)",
         None,
         more={"type": str, "nargs": "+", "choices": _SIDES, "metavar": "SIDE"},
     ),
     Option(
         "choose",
-        f"how collectives run: {', '.join(CHOOSE)}; each further one is a side of its own",
+        f"how collectives run: {', '.join(CHOOSE)}; each value is one more side",
         ["measure"],
         more={"nargs": "+", "choices": CHOOSE, "metavar": "ALGORITHM"},
     ),
     Option(
         "unsharded_modules",
-        "modules that have bytes at once (default: as the program)",
+        "modules that may be unsharded at the same time (default: as in the program)",
         None,
         more={"type": int},
     ),
     Option(
         "room",
-        "GiB of each device that are left for one side alone, in processes of its own; several "
-        "are measured one after the other, behind all that there is (cuda)",
+        "GiB of each device that stay free for a side, which then runs alone in its processes; "
+        "several values run one after the other, after all other measurements (cuda)",
         None,
         more={"type": float, "nargs": "+", "metavar": "GIB"},
     ),
-    Option("cuda_graph", "replay captured steps (cuda; not of torch's pool)", False, more=_ON),
-    Option("profile", "count no kernels (cuda)", True, more={**_OFF, "flag": "--no-profile"}),
-    Option("memory", "count no bytes (cuda)", True, more={**_OFF, "flag": "--no-memory"}),
+    Option("cuda_graph", "replay captured steps (cuda; not torch's pool)", False, more=_ON),
+    Option("profile", "do not count kernels (cuda)", True, more={**_OFF, "flag": "--no-profile"}),
+    Option("memory", "do not count bytes (cuda)", True, more={**_OFF, "flag": "--no-memory"}),
 )
 #: Per model: what an option is where the user does not say.
 _DEFAULTS: dict[str, dict[str, Any]] = {

@@ -1,17 +1,20 @@
 """Time expert-parallel layers, and their dispatch and combine alone, with and without symmplan.
 
-``plain`` is what eager programs do: an all-to-all of the counts, which the host waits for, then
-``all_to_all_single`` with splits that are known only then. ``known`` is the latter alone, as if
-somebody had told the splits. ``push`` is `symmplan.expert_parallel` with copies into the peers'
-memory, ``symmplan`` the same as it chooses by itself: on devices with routes that the host does not
-know, so rows move by kernels. ``graph`` is that in a CUDA graph. All sides get the same rows, and
-must give the same bits.
+- plain: what eager programs do, an all-to-all of the counts, for which the
+  host waits, and then all_to_all_single with these splits
+- known: only the all_to_all_single, with splits that the host knows in advance
+- push: symmplan.expert_parallel with copies into the peers' memory
+- symmplan: symmplan.expert_parallel with its default; on devices the host does
+  not know the routes, and kernels move the rows
+- graph: the same in a CUDA graph
 
-``dispatch`` has the exchange of counts in it. ``layers``: forward and backward of layers whose
-experts are two matrix products; where routes are padded, experts compute on the padding, too.
-Routes are uneven and change in each round; sides alternate; a round is over when its slowest rank
-is, and the median counts. Dispatch and combine run several times in a round on devices, and the
-host's time is what passes until it has called them.
+All sides get the same rows, and must return the same bits.
+
+``dispatch`` includes the exchange of counts. ``layers`` is forward and backward of layers whose
+experts are two matrix products. If routes are padded, the experts also compute on the padding.
+Routes are uneven and change in each round. Sides alternate. The time of a round is that of its
+slowest rank. The results are medians. On devices dispatch and combine run several times per round,
+and the host time is the time until all calls have returned.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ _OPTIONS = (
     Option("capacity", "capacity factor of the plan", 1.5),
     Option(
         "one_device",
-        "all ranks on the first GPU: what is timed is that GPU, and no link",
+        "all ranks on the first GPU; this times that GPU, without a link",
         cpu=False,
         more={"action": "store_true"},
     ),

@@ -1,8 +1,8 @@
-"""Measure the planner: hard instances, real program shapes, scale, order.
+"""Measure the planner: hard instances, shapes of real programs, scale, order.
 
-Seconds are CPU seconds of this process, so other load on the machine changes them little; memory
-is the peak of a fresh process. Peaks are compared with the proven lower bound in bytes. Every plan
-is verified, and the offsets of others are checked the same way.
+Seconds are CPU seconds of this process, so other load on the machine changes them little. Memory is
+the peak of a fresh process. Peaks are divided by the proven lower bound in bytes. Every plan is
+verified, and the offsets of other planners are checked in the same way.
 """
 
 from __future__ import annotations

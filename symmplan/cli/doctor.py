@@ -1,8 +1,8 @@
 """Print what this machine and this torch can do, and what to fix.
 
 Each line says ok, missing (an optional feature is off) or fix (CPU ranks need it). If a line says
-fix, the exit code is 1. The last part lists the private names of torch that symmplan uses: what
-rests on each, and whether this torch has it.
+fix, the exit code is 1. The last part lists the private names of torch that symmplan uses, what
+depends on each of them, and whether this torch has them.
 
     torchrun --nproc-per-node 2 -m symmplan doctor --group
 
@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--group",
         action="store_true",
-        help="look at the processes that torchrun started: what they reach of each other, how each "
-        "collective can run, and whether a small one of each does",
+        help="check the processes that torchrun started: which of them reach each other's memory, "
+        "how each collective can run, and whether a small one of each runs that way",
     )
 
 
@@ -94,7 +94,7 @@ def render(result: dict[str, Any]) -> str:
         return group.render(result)
     lines = [f"symmplan {result['symmplan']}", *_lines(result["checks"])]
     if result["seams"]:
-        lines += ["what rests on torch's private names"]
+        lines += ["private names of torch, and what depends on them"]
         lines += _lines([_as_check(seam) for seam in result["seams"]])
     return "\n".join(lines)
 

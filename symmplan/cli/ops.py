@@ -1,4 +1,4 @@
-"""``symmplan ops``: every op with declared symmetric arguments and results."""
+"""List every op with declared symmetric arguments and results."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--by-collective",
         action="store_true",
-        help="for each collective: the ops that run it, which of their tensors must be symmetric, "
-        "what NCCL has for it, and what symmplan does with it; as Markdown where it goes to a file",
+        help="list for each collective the ops that run it, which of their tensors must be "
+        "symmetric, what NCCL offers for it, and what symmplan does with it; as Markdown if "
+        "written to a file",
     )
     parser.add_argument(
         "--all", action="store_true", help="also list the ops that are left out, and why"

@@ -38,12 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ranks=N,N,...",
         help="simulate worlds of several sizes, and print how bytes and times grow",
     )
-    parser.add_argument("--rank", type=int, default=0, help="which one is planned (default: 0)")
+    parser.add_argument("--rank", type=int, default=0, help="the rank to plan for (default: 0)")
     parser.add_argument(
         "--memory",
         choices=("nccl", "cuda", "nvshmem", "shm"),
         default="nccl",
-        help="memory backend for which is planned (default: %(default)s)",
+        help="memory backend to plan for (default: %(default)s)",
     )
     parser.add_argument(
         "--ranks-per-host", type=int, metavar="N", help="ranks on each host (default: one host)"
@@ -56,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="machine for predicted times: dgx-a100, dgx-h100, dgx-h200, gb200-nvl72, or a file",
     )
-    parser.add_argument("--choices", metavar="FILE", help="algorithms that were measured elsewhere")
+    parser.add_argument("--choices", metavar="FILE", help="tuning table, measured elsewhere")
     parser.add_argument("--html", metavar="OUT", type=Path, help="write the report as a page")
-    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write it as JSON")
+    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write the report as JSON")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Torch's private names that symmplan uses: what rests on each, and whether torch has it.
+"""Torch's private names that symmplan uses: what depends on each, and whether torch has it.
 
 [Note: seams]
     A seam is a place where symmplan relies on a name that torch may change. Each is a row of
@@ -64,12 +64,12 @@ _INHERITED = object()
 
 @frozen
 class Seam:
-    """Private names of torch that one thing rests on.
+    """Private names of torch on which one feature depends.
 
     Attributes:
         name: What it is, in a few words.
         carries: See `Carries`.
-        rests: What rests on it.
+        rests: What holds if torch has them.
         serves: Who needs it.
         targets: The names, ``"module:attribute.attribute"``, the last also one that a class's
             methods set; ``" | "`` stands between names of which a torch has one.
@@ -107,10 +107,10 @@ class Seam:
 
         names = ", ".join(missing).replace(":", ".")
         return MissingSeamError(
-            f"torch {torch.__version__} has no {names} ({self.name}), on which rests {self.rests}",
-            expected="a torch from 2.11 to 2.15",
+            f"torch {torch.__version__} has no {names} ({self.name}); with it, {self.rests}",
+            expected="torch 2.11 to 2.15",
             got=f"torch {torch.__version__}",
-            fix="install a torch that this version of symmplan knows, or a newer symmplan",
+            fix="install torch 2.11 to 2.15, or a newer symmplan",
             seam=self.name,
             missing=missing,
             torch=str(torch.__version__),

@@ -7,7 +7,7 @@ from symmplan.torch_private.seams import GRAPHS, Seam, names
 TRACING = Seam(
     "the context of a compilation",
     "correctness",
-    "what is known of the graph that is being compiled",
+    "symmplan knows the graph that is being compiled",
     GRAPHS,
     names("torch._guards:TracingContext", "try_get fw_metadata")
     + names("torch._guards", "tracing detect_fake_mode"),
@@ -16,7 +16,7 @@ TRACING = Seam(
 PARTS = Seam(
     "forward and backward of a graph",
     "correctness",
-    "that both are planned in one set of segments before they run",
+    "both are planned in one set of segments before they run",
     GRAPHS,
     names("torch._dynamo.backends.common", "aot_autograd")
     + names("torch._functorch.config", "force_non_lazy_backward_lowering")
@@ -29,7 +29,7 @@ PARTS = Seam(
 DONATED = Seam(
     "inputs that a backward may write",
     "correctness",
-    "that compiled code writes no input which lies in a placement",
+    "compiled code does not overwrite inputs in placements",
     GRAPHS,
     names("torch._functorch._aot_autograd.schemas", "ViewAndMutationMeta.bw_donated_idxs"),
 )
@@ -37,7 +37,7 @@ DONATED = Seam(
 AUTOGRAD_CACHE = Seam(
     "AOTAutograd's cache",
     "correctness",
-    "that no compiled code comes from a cache which knows no segments",
+    "no compiled code comes from a cache that ignores segments",
     ("inductor",),
     names("torch._functorch.config", "enable_autograd_cache")
     + names(
@@ -50,7 +50,7 @@ AUTOGRAD_CACHE = Seam(
 STATIC_INPUTS = Seam(
     "inputs that keep their address",
     "speed",
-    "that bind=True keeps parameters in their placements",
+    "bind=True keeps parameters in their placements",
     GRAPHS,
     names("torch._functorch._aot_autograd.schemas", "ViewAndMutationMeta.static_input_indices"),
 )
@@ -58,7 +58,7 @@ STATIC_INPUTS = Seam(
 SAVED_OUTPUTS = Seam(
     "outputs of a forward for its backward alone",
     "speed",
-    "that tensors cross from forward to backward in their placements",
+    "saved tensors stay in their placements from forward to backward",
     GRAPHS,
     names(
         "torch._functorch._aot_autograd.schemas:ViewAndMutationMeta",
@@ -69,7 +69,7 @@ SAVED_OUTPUTS = Seam(
 FRAMES = Seam(
     "numbers of compiled frames",
     "speed",
-    "that the bound of a size is that of one frame",
+    "each compiled frame has its own bounds of dynamic sizes",
     GRAPHS,
     names("torch._guards", "CompileContext.current_compile_id"),
 )
@@ -77,7 +77,7 @@ FRAMES = Seam(
 OUTSIDE = Seam(
     "functions outside of graphs",
     "correctness",
-    "that compilers do not look into calls which plan",
+    "compilers do not trace calls that plan",
     ("experts",),
     names("torch", "_disable_dynamo"),
 )
@@ -85,7 +85,7 @@ OUTSIDE = Seam(
 SIZES = Seam(
     "expressions of sizes",
     "correctness",
-    "bounds of dynamic sizes",
+    "dynamic sizes have correct bounds",
     ("capture", *GRAPHS),
     names("torch.utils._sympy.functions", "FloorDiv"),
 )
@@ -93,7 +93,7 @@ SIZES = Seam(
 INDUCTOR_PASSES = Seam(
     "Inductor's steps",
     "correctness",
-    "that Inductor's passes run before a graph is planned and not after",
+    "Inductor's passes run before a graph is planned, not after",
     ("inductor",),
     names(
         "torch._inductor.compile_fx",
@@ -106,7 +106,7 @@ INDUCTOR_PASSES = Seam(
 PASSES_OFF = Seam(
     "switches of Inductor's passes",
     "correctness",
-    "that no pass changes a graph which follows a plan",
+    "no pass changes a graph that follows a plan",
     ("inductor",),
     names(
         "torch._inductor.config",
@@ -123,7 +123,7 @@ PASSES_OFF = Seam(
 TUNING_OFF = Seam(
     "switches of Inductor's tuning",
     "correctness",
-    "that no kernel is timed on a segment into which peers write",
+    "Inductor times no kernel on a segment that peers write",
     ("inductor",),
     names(
         "torch._inductor.config",
@@ -136,7 +136,7 @@ TUNING_OFF = Seam(
 WRAPPED = Seam(
     "wrapped ops",
     "correctness",
-    "that collectives which overlap scheduling wraps are planned",
+    "collectives that overlap scheduling wraps are planned",
     ("inductor",),
     names("torch._inductor.fx_passes.control_dependencies", "control_deps"),
 )
@@ -144,7 +144,7 @@ WRAPPED = Seam(
 READERS = Seam(
     "readers of a collective's bytes",
     "correctness",
-    "that no collective moves before the readers of the bytes that it writes",
+    "no collective moves before earlier reads of the bytes that it writes",
     ("inductor",),
     names("torch._inductor.comms", "_is_fake_dep"),
     undone="when the graph is compiled",
@@ -153,7 +153,7 @@ READERS = Seam(
 KERNEL_ORDER = Seam(
     "order between kernels",
     "correctness",
-    "that no kernel overwrites what another has not read yet",
+    "no kernel overwrites bytes that another kernel still reads",
     ("inductor",),
     names("torch._inductor.scheduler", "SchedulerNode.recompute_size_and_body")
     + names("torch._inductor.dependencies", "StarDep WeakDep ReadWrites.with_read"),
@@ -163,7 +163,7 @@ KERNEL_ORDER = Seam(
 TYPES = Seam(
     "lowerings of collectives",
     "correctness",
-    "that collectives write their placements and no converted copies",
+    "collectives write their placements, not converted copies",
     ("inductor",),
     names("torch._inductor.lowering", "lowerings"),
     undone="when the graph is compiled",
@@ -172,7 +172,7 @@ TYPES = Seam(
 FENCES = Seam(
     "fences in Inductor's code",
     "correctness",
-    "that what is pending is read before its bytes change hands",
+    "pending reads end before the bytes are reused",
     ("inductor",),
     names("torch._inductor.lowering", "register_lowering")
     + names("torch._inductor.ir:FallbackKernel", "create codegen")
@@ -183,7 +183,7 @@ FENCES = Seam(
 CXX = Seam(
     "the C++ compiler",
     "reporting",
-    "what `symmplan doctor` says of it",
+    "`symmplan doctor` reports it",
     ("inductor",),
     names("torch._inductor.cpp_builder", "get_cpp_compiler"),
 )

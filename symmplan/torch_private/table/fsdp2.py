@@ -15,7 +15,7 @@ _COLLECTIVES = f"{_PACKAGE}._fsdp_collectives"
 FSDP_GROUPS = Seam(
     "FSDP2's parameter groups",
     "correctness",
-    "which parameters a module gathers, and when it is in use",
+    "symmplan knows each module's parameters, and when the module is in use",
     ("fsdp",),
     names(_MODULE, "_get_fsdp_state")
     + names(_STATE, "_fsdp_param_groups|_fsdp_param_group")
@@ -26,7 +26,7 @@ FSDP_GROUPS = Seam(
 FSDP_COMMS = Seam(
     "FSDP2's collectives",
     "correctness",
-    "that its collectives are the planned ones, and its own again when they are removed",
+    "FSDP2 calls the planned collectives, and its own again after removal",
     ("fsdp",),
     names(_GROUP, "_all_gather_comm _reduce_scatter_comm")
     + names(_COLLECTIVES, "DefaultAllGather DefaultReduceScatter")
@@ -37,7 +37,7 @@ FSDP_COMMS = Seam(
 FSDP_BASES = Seam(
     "FSDP2's interfaces of collectives",
     "reporting",
-    "that planned collectives are instances of them",
+    "planned collectives are instances of them",
     ("fsdp",),
     names(f"{_PACKAGE}._fsdp_api", "AllGather ReduceScatter"),
 )
@@ -45,7 +45,7 @@ FSDP_BASES = Seam(
 FSDP_IN_PLACE = Seam(
     "FSDP2's unsharded parameters",
     "speed",
-    "that parameters live in their placements, and gathers need no copies",
+    "parameters live in their placements, and gathers need no copies",
     ("fsdp",),
     names(
         _GROUP,
@@ -68,7 +68,7 @@ FSDP_IN_PLACE = Seam(
 FSDP_RELEASE = Seam(
     "FSDP2's gather of the module before",
     "correctness",
-    "that bytes of a gather that is over are free for the next",
+    "the bytes of a finished gather are free for the next one",
     ("fsdp",),
     (
         *names(_CONTEXT, "release_all_gather_state_for_comm_reuse|all_gather_state"),
@@ -84,7 +84,7 @@ FSDP_RELEASE = Seam(
 FSDP_COPY_IN = Seam(
     "FSDP2's copies of gradients",
     "speed",
-    "that gradients are pushed to peers without a copy",
+    "gradients are pushed to peers without a copy",
     ("fsdp",),
     names(_COLLECTIVES, "foreach_reduce_scatter_copy_in foreach_reduce"),
     undone="never: it is torch's own function for whom nothing is planned",
@@ -93,7 +93,7 @@ FSDP_COPY_IN = Seam(
 FSDP_SUMS = Seam(
     "FSDP2's reduced gradients",
     "speed",
-    "that sums are written in their final type, and added where gradients lie",
+    "sums are written in their final type, and accumulate into existing gradients",
     ("fsdp",),
     (
         f"{_GROUP}._orig_dtype | {_PARAMETER}.sharded_grad_dtype",

@@ -15,7 +15,7 @@ _BUILT = "torch._C:_c10d_init"
 GROUPS = Seam(
     "process groups by name",
     "correctness",
-    "over which ranks a collective runs",
+    "symmplan knows the ranks of each collective",
     RUNS,
     names(_C10D, "_resolve_process_group _get_default_group")
     + names(f"{_C10D}:_world", "pg_map pg_names")
@@ -26,7 +26,7 @@ GROUPS = Seam(
 STORES = Seam(
     "stores of process groups",
     "correctness",
-    "that ranks agree on a plan before its memory is registered",
+    "ranks agree on a plan before its memory is registered",
     RUNS,
     names(_C10D, "_get_process_group_store|_get_default_store"),
     only_with=_BUILT,
@@ -35,7 +35,7 @@ STORES = Seam(
 FORKS = Seam(
     "tables of process groups",
     "reporting",
-    "`symmplan.testing.check_declaration` in a process that has groups",
+    "`symmplan.testing.check_declaration` works in a process that has groups",
     ("capture",),
     names(_C10D, "_world.pg_group_ranks _update_default_pg"),
     undone="never: the process is a fork that ends with the check",
@@ -45,7 +45,7 @@ FORKS = Seam(
 DEFAULT_GROUPS = Seam(
     "default groups of functional collectives",
     "reporting",
-    "that process groups end before the interpreter",
+    "process groups end before the interpreter",
     RUNS,
     names("torch.distributed.nn.functional", "all_reduce"),
     undone="never: None means the same group, and holds nothing",
@@ -55,7 +55,7 @@ DEFAULT_GROUPS = Seam(
 WORKS = Seam(
     "works of collectives",
     "correctness",
-    "that a session sees when its program waits for a collective",
+    "a session sees when its program waits for a collective",
     ("sessions",),
     names(_C10D, "Work.boxed"),
     only_with=_BUILT,
@@ -64,7 +64,7 @@ WORKS = Seam(
 WAITS = Seam(
     "waits for tensors",
     "speed",
-    "that symmplan's own transfers run while the program goes on",
+    "symmplan's own transfers overlap with the program",
     RUNS,
     names("torch._C._distributed_c10d", "_register_work"),
     only_with=_BUILT,
@@ -73,7 +73,7 @@ WAITS = Seam(
 GROUP_METHODS = Seam(
     "methods of process groups",
     "correctness",
-    "that what a session's program asks of torch.distributed runs in its placements",
+    "calls of torch.distributed in a session run in placements",
     ("sessions",),
     names(
         f"{_C10D}:ProcessGroup",
@@ -86,7 +86,7 @@ GROUP_METHODS = Seam(
 COALESCED = Seam(
     "one gather of several tensors",
     "correctness",
-    "that parameters are gathered where they lie",
+    "parameters are gathered in place",
     ("fsdp",),
     names(_C10D, "AllgatherOptions")
     + names(
@@ -97,9 +97,9 @@ COALESCED = Seam(
 )
 
 BETWEEN_HOSTS = Seam(
-    "a process group that torch does not know",
+    "process groups outside torch's registry",
     "correctness",
-    "that groups on several hosts are served",
+    "groups on several hosts run in two levels",
     RUNS,
     names("torch.distributed", "PrefixStore") + names(f"{_C10D}:ProcessGroup", "allgather"),
     only_with=_BUILT,
@@ -108,7 +108,7 @@ BETWEEN_HOSTS = Seam(
 SYMM_MEM = Seam(
     "torch's symmetric memory",
     "correctness",
-    'segments of memory="nccl", "cuda" and "nvshmem"',
+    'memory="nccl", "cuda" and "nvshmem" have segments',
     RUNS,
     names(
         "torch.distributed._symmetric_memory",
@@ -121,7 +121,7 @@ SYMM_MEM = Seam(
 POOLS = Seam(
     "torch's pool of symmetric memory",
     "reporting",
-    "the sides of benchmarks that symmplan is compared with",
+    "benchmarks compare symmplan with it",
     ("fsdp",),
     names("torch.distributed._symmetric_memory", "get_mem_pool"),
     only_with=_BUILT,
@@ -130,7 +130,7 @@ POOLS = Seam(
 COPY_ENGINES = Seam(
     "copy engines of NCCL",
     "speed",
-    'choose="copy engine"',
+    'choose="copy engine" works',
     RUNS,
     names(f"{_C10D}:ProcessGroupNCCL", "NCCL_CTA_POLICY_ZERO Options._timeout"),
     undone="the default group's device is bound again when the new group is there",
@@ -140,7 +140,7 @@ COPY_ENGINES = Seam(
 STREAM_NUMBERS = Seam(
     "streams as numbers",
     "speed",
-    "host time of each planned call on a device",
+    "planned calls on a device take less host time",
     ("sessions",),
     names("torch._C", "_cuda_getCurrentRawStream"),
     only_with="torch._C:_cuda_getDevice",
@@ -149,7 +149,7 @@ STREAM_NUMBERS = Seam(
 WORKSPACES = Seam(
     "workspaces of torch's pipelined products",
     "reporting",
-    "what pipelined products are compared with by symmplan bench compile",
+    "symmplan bench compile compares pipelined products with them",
     ("graphs",),
     names("torch.distributed._symmetric_memory", "enable_symm_mem_for_group"),
     only_with=_BUILT,
@@ -158,7 +158,7 @@ WORKSPACES = Seam(
 ALL_TO_ALL = Seam(
     "a differentiable all-to-all",
     "reporting",
-    "what experts are compared with by symmplan bench moe",
+    "symmplan bench moe compares experts with it",
     ("experts",),
     names("torch.distributed._functional_collectives", "all_to_all_single_autograd"),
 )

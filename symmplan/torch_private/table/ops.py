@@ -10,7 +10,7 @@ from symmplan.torch_private.seams import ALL, GRAPHS, RUNS, Seam, names
 OPS = Seam(
     "classes of ops",
     "correctness",
-    "which op a call runs, and what its schema says that it writes",
+    "symmplan knows which op a call runs, and what the op writes",
     ALL,
     names("torch._ops:OpOverload", "_schema _overloadname")
     + names("torch._ops", "OpOverloadPacket HigherOrderOperator")
@@ -20,7 +20,7 @@ OPS = Seam(
 VALUES = Seam(
     "fake tensors, trees of arguments, dispatch modes",
     "correctness",
-    "which tensors a call takes and gives",
+    "symmplan knows the arguments and results of each call",
     ALL,
     names("torch._subclasses.fake_tensor", "FakeTensor FakeTensorMode")
     + names("torch.utils._pytree", "tree_leaves tree_map tree_map_only")
@@ -30,7 +30,7 @@ VALUES = Seam(
 SCHEMAS = Seam(
     "schemas of all ops",
     "reporting",
-    "`symmplan ops`, and names that errors suggest",
+    "`symmplan ops` lists all ops, and errors suggest names",
     ("capture",),
     names("torch._C", "_jit_get_all_schemas"),
 )
@@ -38,7 +38,7 @@ SCHEMAS = Seam(
 UPSTREAM = Seam(
     "torch's registry of symmetric arguments",
     "speed",
-    "that ops which are declared there need no declaration here",
+    "ops that are declared there need no second declaration",
     ("capture",),
     names("torch._library.simple_registry", "SymmMemArgsHolder")
     + names("torch._library.simple_registry:singleton", "get _data"),
@@ -48,7 +48,7 @@ UPSTREAM = Seam(
 STORAGES = Seam(
     "references to storages",
     "correctness",
-    "that bytes change hands when nobody holds them any more",
+    "bytes are reused only when no tensor refers to them",
     ALL,
     names("torch._C", "_storage_Use_Count") + names("torch", "UntypedStorage._cdata"),
 )
@@ -56,7 +56,7 @@ STORAGES = Seam(
 STREAMS = Seam(
     "events and streams of devices",
     "correctness",
-    "in which order a session's calls run on a device",
+    "a session knows the order of its calls on a device",
     ("sessions",),
     names(
         "torch.cuda",
@@ -68,7 +68,7 @@ STREAMS = Seam(
 COPY_EACH = Seam(
     "copies of many tensors",
     "correctness",
-    "that shards are cast into their parts of a placement",
+    "shards are cast straight into a placement",
     ("fsdp",),
     names("torch", "_foreach_copy_"),
 )
@@ -76,16 +76,16 @@ COPY_EACH = Seam(
 DISPATCH = Seam(
     "keys of the dispatcher",
     "correctness",
-    "that a declared op's own kernel runs behind that of symmplan",
+    "a declared op's own kernel runs after symmplan's kernel",
     RUNS,
     names("torch._C", "DispatchKey DispatchKeySet _dispatch_keys _dispatch_keyset_full_after")
     + names("torch._ops:OpOverload", "redispatch has_kernel_for_dispatch_key"),
 )
 
 LIBRARIES = Seam(
-    "kernels that are taken back",
+    "kernels that can be removed",
     "correctness",
-    "that ops run torch's own kernels when a session has ended",
+    "ops run torch's own kernels again after a session",
     ("sessions", "fsdp"),
     names("torch.library", "Library._destroy"),
 )
@@ -93,7 +93,7 @@ LIBRARIES = Seam(
 NODE_NAMES = Seam(
     "names of nodes",
     "reporting",
-    "that recorded calls are named as in traced graphs",
+    "recorded calls have the same names as in traced graphs",
     ("sessions",),
     names("torch.fx", "Graph._target_to_str"),
 )
@@ -101,15 +101,15 @@ NODE_NAMES = Seam(
 MODES = Seam(
     "active modes",
     "correctness",
-    "that ops of a program that is watched for races run below its modes",
+    "the race detector sees ops below the program's dispatch modes",
     ("sessions",),
     names("torch.utils._python_dispatch", "_disable_current_modes"),
 )
 
 OP_CALLS = Seam(
-    "what Python calls when it hands on an op",
+    "calls from Python into an op",
     "speed",
-    "host time of each declared call of a session",
+    "declared calls of a session take less host time",
     ("sessions",),
     names("torch._ops:OpOverload", "_handle _pyobj_dispatcher|redispatch"),
 )
@@ -117,7 +117,7 @@ OP_CALLS = Seam(
 THREAD_MARKS = Seam(
     "marks of threads",
     "correctness",
-    "that a session serves its program's threads, autograd's included, and no others",
+    "a session serves its own thread and autograd's, and no others",
     ("sessions",),
     names("torch._C", "_stash_obj_in_tls _get_obj_in_tls _is_key_in_tls"),
 )
@@ -125,7 +125,7 @@ THREAD_MARKS = Seam(
 BACKWARD = Seam(
     "whether a backward pass runs",
     "correctness",
-    "which collectives belong to a backward pass, and when a step ends",
+    "symmplan knows which collectives belong to a backward pass, and when a step ends",
     ("fsdp",),
     names("torch._C", "_current_graph_task_id"),
 )
@@ -133,7 +133,7 @@ BACKWARD = Seam(
 KEEPS_GRAPH = Seam(
     "whether a backward pass keeps its graph",
     "speed",
-    "that bytes which cross from forward to backward are given back early",
+    "bytes of saved tensors are released early",
     GRAPHS,
     names("torch._C", "_autograd._get_current_graph_task_keep_graph"),
 )
@@ -141,7 +141,7 @@ KEEPS_GRAPH = Seam(
 SAVED_HOOKS = Seam(
     "hooks of saved tensors",
     "correctness",
-    "that no tensor crosses in a placement which a hook takes elsewhere",
+    "saved tensors that a hook moves do not stay in placements",
     GRAPHS,
     names("torch._C", "_autograd._top_saved_tensors_default_hooks"),
 )
@@ -149,7 +149,7 @@ SAVED_HOOKS = Seam(
 VERSIONS = Seam(
     "versions and parts of tensors",
     "correctness",
-    "that a gather is no change of a parameter, and gradients are those of this rank",
+    "a gather does not count as a change of a parameter, and gradients are this rank's",
     ("fsdp", "simulate"),
     names("torch.autograd.grad_mode", "_unsafe_preserve_version_counter")
     + names("torch.distributed.tensor", "DTensor._local_tensor"),
@@ -158,7 +158,7 @@ VERSIONS = Seam(
 PROFILES = Seam(
     "whether a profile is being made",
     "reporting",
-    "names of collectives in profiles",
+    "profiles name collectives",
     RUNS,
     names("torch.autograd", "_profiler_enabled"),
 )

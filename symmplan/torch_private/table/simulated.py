@@ -12,7 +12,7 @@ _VOTE = "torch.distributed.pipelining:PipelineStage._warmup_backward_result"
 FAKE_WORLD = Seam(
     "fake process groups",
     "correctness",
-    "that a simulated program has ranks",
+    "a simulated program has ranks",
     ("simulate",),
     names("torch.testing._internal.distributed.fake_pg", "FakeStore")
     + names("torch._C._distributed_c10d", "HashStore")
@@ -27,7 +27,7 @@ FAKE_WORLD = Seam(
 FAKE_RESULTS = Seam(
     "results of fake ops",
     "correctness",
-    "sizes of the tensors of a simulated program",
+    "tensors of a simulated program have sizes",
     ("simulate",),
     names(
         "torch._C",
@@ -42,7 +42,7 @@ FAKE_RESULTS = Seam(
 FAKE_MEMORY = Seam(
     "storages and modules of a simulated program",
     "correctness",
-    "what a simulation says of ordinary memory",
+    "simulations count ordinary memory",
     ("simulate",),
     names("torch", "UntypedStorage.resize_ UntypedStorage._cdata")
     + names("torch.nn", "Module.__init__")
@@ -53,7 +53,7 @@ FAKE_MEMORY = Seam(
 FAKE_MESHES = Seam(
     "meshes of a simulated program",
     "reporting",
-    "programs that read ranks of their meshes",
+    "simulated programs can read the ranks of their meshes",
     ("simulate",),
     names(
         _MESH,
@@ -68,7 +68,7 @@ FAKE_MESHES = Seam(
 FAKE_CHUNKS = Seam(
     "FSDP2's chunks of parameters",
     "speed",
-    "seconds of a simulation of many ranks",
+    "simulations of many ranks take less time",
     ("simulate",),
     names("torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with_empty"),
     undone=_ENDS,
@@ -77,7 +77,7 @@ FAKE_CHUNKS = Seam(
 FAKE_PIPELINES = Seam(
     "votes of pipeline stages",
     "reporting",
-    "simulated pipelines of torches that vote",
+    "pipelines can be simulated with a torch whose stages vote",
     ("simulate",),
     (_VOTE,),
     undone=_ENDS,
@@ -87,7 +87,7 @@ FAKE_PIPELINES = Seam(
 FAKE_INDUCTOR = Seam(
     "Inductor in a simulated program",
     "reporting",
-    "simulated programs that call torch.compile",
+    "simulated programs can call torch.compile",
     ("simulate",),
     names("torch", "_TorchCompileInductorWrapper.__call__")
     + names("torch._inductor.compile_fx", "compile_fx"),
@@ -95,9 +95,9 @@ FAKE_INDUCTOR = Seam(
 )
 
 FAKE_SHARDING = Seam(
-    "what DTensor asks of whole tensors",
+    "DTensor's reads of whole tensors",
     "reporting",
-    "that a simulation counts no bytes which nobody has",
+    "a simulation counts no bytes that do not exist",
     ("simulate",),
     names(
         "torch.distributed.tensor._sharding_prop:ShardingPropagator",
