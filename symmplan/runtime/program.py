@@ -1,21 +1,21 @@
-"""A captured program and its plan -> one list of instructions.
+"""A captured program and its plan -> what its declared calls do, and where ranks meet.
 
-An instruction says what happens: bytes are copied into a placement, ranks meet, an op is launched,
-a result is copied out. The integration decides when that is: a compiled graph has the instructions
-as nodes, an eager session runs those of a call when the program makes the call.
+Each operation of the captured problem is a `Step`: bytes are copied into a placement, an op is
+launched, a result is copied out. A plan adds barriers before some of them. The integration decides
+when they come: a compiled graph has them as nodes, an eager session runs those of a call when the
+program makes the call.
 
 `symmplan.runtime.lower` says what a launched call does.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 
 from symmplan.capture.bounds import bound as bound_of
 from symmplan.capture.graphs import overload_of
-from symmplan.capture.sites import Step
 from symmplan.capture.steps import copy_name
 from symmplan.capture.streams import MARK
 from symmplan.registry import bind_arguments
@@ -33,19 +33,7 @@ if TYPE_CHECKING:
     from symmplan.runtime.algorithms import Lowering, Lowerings
     from symmplan.runtime.chooser import Chosen
 
-__all__ = ["Instruction", "PlacedCall", "PlacedProgram", "place"]
-
-
-Kind: TypeAlias = Literal["barrier", "launch", "wait", "poison", "copy in", "copy out", "copy back"]
-
-#: What steps of a captured program have instructions of their own.
-_DONE: Mapping[str, Kind] = {
-    "launch": "launch",
-    "copy in": "copy in",
-    "copy out": "copy out",
-    "copy back": "copy back",
-    "poison": "poison",
-}
+__all__ = ["PlacedCall", "PlacedProgram", "place"]
 
 
 @frozen(eq=False)
@@ -108,31 +96,6 @@ class PlacedCall:
 
 
 @frozen(eq=False)
-class Instruction:
-    """One step of a placed program.
-
-    Attributes:
-        kind: What happens. ``"launch"`` is all of `symmplan.runtime.lower.launch` but the copies.
-        operation: The operation of the problem that it is; for a barrier the one behind it.
-        step: The purpose of that operation.
-        group: Name of the group that meets in a barrier.
-        buffers: The buffers that a barrier protects, or that are copied, launched upon or
-            overwritten.
-    """
-
-    kind: Kind
-    operation: str
-    step: Step
-    group: str = ""
-    buffers: tuple[str, ...] = ()
-
-    @property
-    def copies(self) -> bool:
-        """Whether it moves bytes into or out of a placement."""
-        return self.kind in ("copy in", "copy out", "copy back")
-
-
-@frozen(eq=False)
 class PlacedProgram:
     """A captured program that follows a plan.
 
@@ -140,13 +103,13 @@ class PlacedProgram:
         captured: The program.
         plan: The plan; it may cover other programs, too.
         calls: Its declared calls that have something in a placement, in program order.
-        instructions: Its instructions, in program order.
+        barriers: Its barriers, in program order.
     """
 
     captured: Captured
     plan: Plan
     calls: Mapping[fx.Node, PlacedCall]
-    instructions: Sequence[Instruction] = field(factory=tuple)
+    barriers: Sequence[Barrier]
 
     @property
     def algorithms(self) -> tuple[AlgorithmName, ...]:
@@ -174,8 +137,7 @@ def place(
         plan: A plan whose problem contains the captured one.
         lowerings: How ops run on the memory backend.
         chosen: How its collectives run.
-        barriers: Those of the plan, and more if the program needs more. Barriers of other programs
-            of the plan are left out.
+        barriers: Those of the plan, and more if the program needs more.
 
     Collective: no.
     """
@@ -183,7 +145,7 @@ def place(
         captured,
         plan,
         _calls(captured, lowerings, chosen),
-        tuple(_instructions(captured, barriers)),
+        tuple(_in_order(captured, barriers)),
     )
 
 
@@ -252,29 +214,14 @@ def _expected(
     )
 
 
-def _instructions(captured: Captured, barriers: Iterable[Barrier]) -> Iterator[Instruction]:
+def _in_order(captured: Captured, barriers: Iterable[Barrier]) -> Iterator[Barrier]:
+    """The barriers of a program in its order; those of other programs are left out."""
     due: dict[str, list[Barrier]] = {}
     for barrier in barriers:
         due.setdefault(barrier.before, []).append(barrier)
-    touched: dict[str, list[str]] = {}
-    for access in captured.problem.accesses:
-        touched.setdefault(access.operation, []).append(access.buffer)
-    for operation in captured.problem.operations:
-        if operation.op == MARK:
-            continue
-        name, step = operation.name, captured.steps[operation.name]
-        yield from _barriers(due.pop(name, ()), step)
-        mine = tuple(touched.get(name, ()))
-        if step.kind == "use" and operation.ends:
-            yield Instruction("wait", name, step, buffers=mine)
-        elif step.kind in _DONE:
-            yield Instruction(_DONE[step.kind], name, step, buffers=mine)
+    operations = list(captured.problem.operations)
     if captured.residence is not None:
-        for operation in captured.residence.operations:
-            step = captured.steps.get(operation.name, Step("use"))
-            yield from _barriers(due.pop(operation.name, ()), step)
-
-
-def _barriers(due: Iterable[Barrier], step: Step) -> Iterator[Instruction]:
-    for barrier in due:
-        yield Instruction("barrier", barrier.before, step, barrier.group, barrier.buffers)
+        operations += captured.residence.operations
+    for operation in operations:
+        if operation.op != MARK:
+            yield from due.pop(operation.name, ())

@@ -75,11 +75,9 @@ def keep_order(emitter: Emitter) -> None:
     for operation, covered in _updates(emitter, ends).items():
         emitter.fence(nodes[operation], covered)
     edges = {"given": emitter.begin, "saved": emitter.graph.output_node()}
-    for instruction in emitter.program.instructions:
-        if instruction.kind != "barrier":
-            continue
-        group = instruction.group
-        at = edges.get(instruction.step.kind) or nodes[instruction.operation]
+    for barrier in emitter.program.barriers:
+        step, group = captured.steps.get(barrier.before), barrier.group
+        at = edges.get("" if step is None else step.kind) or nodes[barrier.before]
         node = _of_group(emitter, group)
         everything = [*_nodes(emitter, {*emitter.nodes}), *(k.node for k in captured.kept)]
         emitter.fence(at, everything)

@@ -147,7 +147,7 @@ class PlannedPart:
             ),
             calls=len(program.calls),
             expected=tuple(c.expected for c in program.calls.values() if c.expected is not None),
-            copies=sum(i.copies for i in program.instructions),
+            copies=sum(step.site is not None for step in captured.steps.values()),
             algorithms=program.algorithms,
         )
 

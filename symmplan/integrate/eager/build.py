@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from symmplan.memory import Arena
     from symmplan.model import Plan
     from symmplan.planner.order import Order
-    from symmplan.runtime.program import Instruction, PlacedCall, PlacedProgram
+    from symmplan.runtime.program import PlacedCall, PlacedProgram
 
 __all__ = ["events_of"]
 
@@ -151,10 +152,10 @@ class _Builder:
         """Barriers and overwriting; returns what belongs to the end of the iteration."""
         by_node = {event.call.node: event for event in events}
         barriers: dict[str, list[_Barrier]] = {}
-        for instruction in self.program.instructions:
-            if instruction.kind == "barrier":
-                act = self._barrier(instruction)
-                barriers.setdefault(instruction.operation, []).append(act)
+        for barrier in self.program.barriers:
+            segment = self.arena.segments[self.plan.placements[barrier.buffers[0]].segment]
+            act = _Barrier(segment, barrier.group, barrier.buffers)
+            barriers.setdefault(barrier.before, []).append(act)
         self.position = {o.name: i for i, o in enumerate(self.captured.problem.operations)}
         tail: list[Act] = []
         lazy: list[tuple[str, list[Act]]] = []  # waits for an event behind it
@@ -167,7 +168,8 @@ class _Builder:
             if event is None and due and lazy:  # what still waits comes before the barrier, too
                 lazy.append((operation.name, list(due)))
             if step.kind == "poison":
-                poison = _Poison(self._bytes(step.buffer), self.leased.get(step.buffer))
+                lease = self.leased.get(step.buffer)
+                poison = functools.partial(_overwrite, self._bytes(step.buffer), lease)
                 lazy.append((operation.name, [poison]))
             if step.node is not None:
                 while current + 1 < len(events):
@@ -184,10 +186,6 @@ class _Builder:
                 steps, lazy = self._ready(lazy, operation.name)
                 event.ahead(operation.name, [*steps, *due])
         return [*(act for _, acts in lazy for act in acts), *tail]
-
-    def _barrier(self, instruction: Instruction) -> _Barrier:
-        segment = self.plan.placements[instruction.buffers[0]].segment
-        return _Barrier(self.arena.segments[segment], instruction.group, instruction.buffers)
 
     def _move_up(
         self, before: str, barriers: list[_Barrier], events: list[Event], tail: list[Any]
@@ -255,16 +253,10 @@ class _Barrier:
         self.segment.barrier(self.group)
 
 
-@define(eq=False)
-class _Poison:
+def _overwrite(view: torch.Tensor, lease: StorageLease | None) -> None:
     """Overwrite a dead placement with bits that are no number."""
-
-    view: torch.Tensor
-    leased: StorageLease | None
-
-    def __call__(self) -> None:
-        if self.leased is None or not self.leased.held:
-            self.view.fill_(255)
+    if lease is None or not lease.held:
+        view.fill_(255)
 
 
 def events_of(
