@@ -43,7 +43,7 @@ def run_apart(
     spec: OpSpec,
     form: Functional | None,
     scratch: Any,
-    default_group: str | None,
+    default_group: str,
 ) -> Any:
     """Run a declared op; see [Note: recorded collectives run apart].
 
@@ -53,7 +53,7 @@ def run_apart(
         kwargs: The others.
         spec: What is declared of it.
         form: What it returns, if it is a functional collective.
-        scratch: The recording's `symmplan.integrate.eager.scratch.ScratchMemory`, or None.
+        scratch: The recording's `symmplan.integrate.eager.scratch.ScratchMemory`.
         default_group: As for `symmplan.capture.capture_fx`.
 
     Returns:
@@ -63,9 +63,8 @@ def run_apart(
     """
     clones: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     shared: list[tuple[torch.Tensor, int]] = []
-    placed = scratch is not None and scratch.serves(spec)
+    placed = scratch.serves(spec)
     if placed:
-        assert scratch is not None
         bound = bind_arguments(func, args, kwargs)
         heads = {r.head for r in spec.requirements}
         given = {id(x): x for h in heads for x in tree_leaves(bound.get(h)) if is_tensor(x)}
@@ -108,7 +107,6 @@ def run_apart(
         return form.results(works.finished().boxed())
     result = tree_map(finished, result)
     if placed:
-        assert scratch is not None
         scratch.over()  # before anything is copied back: peers may write it until then
     named = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
     for argument in func._schema.arguments:

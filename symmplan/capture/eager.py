@@ -22,7 +22,6 @@ from symmplan.capture.c10d import Functional, functional_form, reader_of
 from symmplan.capture.module_names import name_modules, parameter_owners
 from symmplan.capture.signatures import signature, stand_in
 from symmplan.capture.streams import MAIN, Timeline
-from symmplan.capture.threads import ProgramThreads
 from symmplan.torch_private import dispatch, works
 from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves, tree_map_only
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from symmplan.capture.producers import Write
-    from symmplan.capture.streams import CudaWatch
+    from symmplan.capture.streams import CudaStreams
     from symmplan.model import OpSpec
 
 __all__ = ["Recorded", "Recorder", "Storage", "opaque"]
@@ -83,10 +82,10 @@ class Recorder(TorchDispatchMode):
         lookup: Gives what is declared of an op, or None.
         before: Called with each declared op and its arguments, before it runs.
         aside: Whether the code that runs now is not the program's, so that it is not recorded.
-        watch: Where to learn about streams; None where there are none.
-        scratch: Gives declared ops symmetric memory to run on; None to run them on ordinary memory.
+        streams: Those of the device; None where there are none.
+        scratch: Gives declared ops symmetric memory to run on.
         default_group: As for `capture_fx`.
-        threads: Of the program; those that work for this one if None.
+        is_program: Whether the thread that asks is one of the program.
 
     Attributes:
         graph: The graph so far.
@@ -102,11 +101,12 @@ class Recorder(TorchDispatchMode):
         self,
         lookup: Callable[[Any], OpSpec | None],
         before: Callable[[Any, Any, Any], None],
-        aside: Callable[[], bool] = lambda: False,
-        watch: CudaWatch | None = None,
-        scratch: Any = None,
-        default_group: str | None = None,
-        threads: ProgramThreads | None = None,
+        aside: Callable[[], bool],
+        *,
+        streams: CudaStreams | None,
+        scratch: Any,
+        default_group: str,
+        is_program: Callable[[], bool],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
@@ -115,11 +115,11 @@ class Recorder(TorchDispatchMode):
         self._lookup = lookup
         self._before = before
         self._aside = aside
-        self._watch = watch
+        self._streams = streams
         self._scratch = scratch
         self._default_group = default_group
-        self._threads = threads or ProgramThreads()
-        self.timeline = Timeline(watch)
+        self._is_program = is_program
+        self.timeline = Timeline(streams)
         self._inside = contextlib.ExitStack()
         self._works: dict[int, str] = {}  # storage of a pending result -> its mark
         self._handles: list[Any] = []  # the Python halves of works that the program got
@@ -132,8 +132,8 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self.timeline.current()  # the stream on which it starts
-        if self._watch is not None:
-            self._inside.enter_context(self._watch.watching(self.timeline))
+        if self._streams is not None:
+            self._inside.enter_context(self._streams.watching(self.timeline))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -277,7 +277,7 @@ class Recorder(TorchDispatchMode):
         return stand_in.set_(storage.meta, *view[:3])
 
     def _released(self, key: int, storage: Storage) -> None:
-        if self._threads.current():  # see [Note: threads of a program]
+        if self._is_program():  # see [Note: threads of a program]
             storage.dropped = self.timeline.now()
         if self._storages.get(key) is storage:
             del self._storages[key], self._watches[key]

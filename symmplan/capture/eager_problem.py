@@ -105,7 +105,7 @@ def _in_time(recorder: Recorder, captured: Captured) -> Captured:
     ]
     accesses = list(problem.accesses)
     times = [at for at, _ in moments]
-    marks = [mark.at for mark in recorder.timeline.marks]
+    marks = [at for at, _ in recorder.timeline.marks]
     for placed in captured.placed_storages:
         storage = recorder.made.get((placed.node, placed.path))
         if storage is None or not storage.dropped:

@@ -21,15 +21,17 @@ import itertools
 import operator
 from typing import TYPE_CHECKING, Any
 
-from attrs import define, evolve, field, frozen
+import torch
+from attrs import define, evolve, field
 
 from symmplan.model import Operation, Problem
 from symmplan.planner.order import order_of
+from symmplan.torch_private import devices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["MAIN", "MARK", "CudaWatch", "Mark", "Timeline", "unordered", "with_streams"]
+__all__ = ["MAIN", "MARK", "CudaStreams", "Timeline", "unordered", "with_streams"]
 
 #: Name of the stream on which a recording starts.
 MAIN = "main"
@@ -41,24 +43,16 @@ MARK = "symmplan::mark"
 _STEP = "mark:step"
 
 
-@frozen
-class Mark:
-    """A moment on a stream."""
-
-    name: str
-    stream: str
-    at: int
-
-
 @define(eq=False)
 class Timeline:
     """The streams of a recording. See [Note: what is seen of streams]."""
 
-    watch: CudaWatch | None = None  # tells which stream is current; None where there are no streams
+    device: CudaStreams | None = None  # whose streams are seen; None where there are none
     #: ``{name of a node: when it ran}``, counted from the start.
     at: dict[str, int] = field(factory=dict)
     streams: dict[str, str] = field(factory=dict)  # ``{name of a node: name of its stream}``
-    marks: list[Mark] = field(factory=list)  # all marks, in the order of the program
+    #: When each mark was made, and its operation, in the order of the program.
+    marks: list[tuple[int, Operation]] = field(factory=list)
     edges: list[tuple[str, str]] = field(factory=list)  # pairs of names of marks
     _names: dict[int, str] = field(factory=dict)
     _host: list[str] = field(factory=list)
@@ -66,7 +60,7 @@ class Timeline:
 
     def current(self) -> str:
         """Name of the current stream."""
-        return MAIN if self.watch is None else self.name(self.watch.current())
+        return MAIN if self.device is None else self.name(self.device.number())
 
     def name(self, stream: int) -> str:
         """Name of a stream; streams are numbered as they appear."""
@@ -90,8 +84,8 @@ class Timeline:
 
     def _mark(self, stream: str) -> str:
         at = self.now()
-        mark = Mark(f"mark:{at}", stream, at)
-        self.marks.append(mark)
+        mark = Operation(f"mark:{at}", stream=stream, op=MARK)
+        self.marks.append((at, mark))
         return mark.name
 
     def record(self, stream: int | None = None) -> str:
@@ -114,23 +108,31 @@ class Timeline:
             self.host_waits(mark)
 
 
-class CudaWatch:
-    """Where a recording learns about streams: CUDA's, which are numbers, and `torch.cuda`'s events.
+class CudaStreams:
+    """The streams of a CUDA device, for a session and its recording.
 
-    Args:
-        current: The current stream as a number.
+    Attributes:
+        number: Gives the current stream as a number.
     """
 
-    def __init__(self, current: Callable[[], int]) -> None:
-        self.current = current
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.number = devices.current_stream_of(device)
+
+    def current(self) -> Any:
+        """The current stream."""
+        return torch.cuda.current_stream(self._device)
+
+    def wait(self, stream: Any, other: Any) -> None:
+        """Let ``stream`` wait for ``other``."""
+        stream.wait_stream(other)
 
     @contextlib.contextmanager
     def watching(self, timeline: Timeline) -> Iterator[None]:
         """Look at `torch.cuda`'s events and streams while inside."""
-        from symmplan.torch_private import devices
 
         def number(stream: Any) -> int | None:
-            return self.current() if stream is None else getattr(stream, "cuda_stream", None)
+            return self.number() if stream is None else getattr(stream, "cuda_stream", None)
 
         def mark_of(event: Any) -> str | None:
             owner, mark = getattr(event, "_symmplan", None) or (None, None)
@@ -184,8 +186,7 @@ def with_streams(
     ]
     # An operation is no earlier than those before it; of one moment marks are first.
     moments = itertools.accumulate((at for at, _ in placed), max)
-    timed = [(m.at, Operation(m.name, stream=m.stream, op=MARK)) for m in timeline.marks]
-    timed += zip(moments, operations, strict=True)
+    timed = [*timeline.marks, *zip(moments, operations, strict=True)]
     timed.sort(key=operator.itemgetter(0))
     ends = [Operation(f"{_STEP}.{name}", stream=name, op=MARK) for name in sorted(declared)]
     step = Operation(_STEP, stream=_STEP, op=MARK)

@@ -11,20 +11,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from symmplan.torch_private import threads
 
-__all__ = ["ProgramThreads"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["threads_of_program"]
 
 _KEY = "symmplan program"
 
 
-class ProgramThreads:
-    """The thread that makes this, and those of autograd that work for it."""
+def threads_of_program() -> Callable[[], bool]:
+    """Begin a program in this thread; those of autograd that work for it are of the program, too.
 
-    def __init__(self) -> None:
-        self._mark = object()  # of this program; it holds nothing else
-        threads.mark_thread(_KEY, self._mark)
-
-    def current(self) -> bool:
-        """Whether this is one of them. Asked on every declared call."""
-        return threads.thread_mark(_KEY) is self._mark
+    Returns:
+        Whether the thread that asks is one of them. Asked on every declared call.
+    """
+    mark = object()  # of this program; it holds nothing else
+    threads.mark_thread(_KEY, mark)
+    return lambda: threads.thread_mark(_KEY) is mark

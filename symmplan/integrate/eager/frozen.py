@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from symmplan.memory import Arena
     from symmplan.model import Plan
     from symmplan.runtime.choice import Choice
+    from symmplan.runtime.program import PlacedProgram
     from symmplan.runtime.stats import Copy
 
 __all__ = ["Frozen"]
@@ -36,8 +37,7 @@ class Frozen:
     """A planned recording; a `symmplan.runtime.tenants.Tenant`.
 
     Attributes:
-        plan: The plan.
-        captured: The recorded program.
+        program: The recorded program, and its plan.
         arena: The plan's memory.
         rendezvous: How many were made for it.
         build: Makes, for some memory, the expected declared calls in order, and the work at the end
@@ -53,8 +53,7 @@ class Frozen:
         there: The memory to which it has to `move`, or None; the same on all ranks.
     """
 
-    plan: Plan
-    captured: Captured
+    program: PlacedProgram
     arena: Arena
     rendezvous: int
     build: Callable[[Arena], tuple[list[Event], list[Act]]]
@@ -71,10 +70,18 @@ class Frozen:
 
     _thread: int = field(init=False, factory=threading.get_ident)
 
-    def __attrs_post_init__(self) -> None:
-        self._schedule(self.arena)
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.program.plan
 
-    def _schedule(self, arena: Arena) -> None:
+    @property
+    def captured(self) -> Captured:
+        """The recorded program."""
+        return self.program.captured
+
+    def schedule(self, arena: Arena) -> None:
+        """Lie in ``arena`` from now on."""
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
             events, tail = self.build(arena)
         self.arena, self.events, self.tail = arena, events, tail
@@ -131,7 +138,7 @@ class Frozen:
         self._ready -= 1
         if all_agree("move", free, groups, timeout):
             old = self.arena
-            self._schedule(there)
+            self.schedule(there)
             self.there = None
             old.give_back()
         elif not self._ready:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import ExitStack
 
-    from symmplan.capture.threads import ProgramThreads
     from symmplan.integrate.eager.streams import Roles
 
     #: Given an op, the dispatch keys behind ours, its arguments, and those that say what it does.
@@ -49,24 +48,28 @@ class Cursor:
         serve: Runs a declared op of the program.
         waited: Hears of tensors that were waited for; None if nobody needs to.
         roles: The streams.
-        threads: Of the program.
+        is_program: Whether the thread that asks is one of the program.
 
     Attributes:
         at: Which call comes next.
     """
 
     def __init__(
-        self, serve: _Serve, waited: _Waited | None, roles: Roles, threads: ProgramThreads
+        self,
+        serve: _Serve,
+        waited: _Waited | None,
+        roles: Roles,
+        is_program: Callable[[], bool],
     ) -> None:
         self._serve: _Serve | None = serve
-        self._threads = threads
+        self._is_program = is_program
         self.waited = waited
         self.roles = roles
         self.at = 0
 
     def caught(self) -> _Serve | None:
         """What runs the call that comes now; None if it is none of the program's."""
-        return None if in_own_work() or not self._threads.current() else self._serve
+        return None if in_own_work() or not self._is_program() else self._serve
 
     def forget(self) -> None:
         """No call is caught any more."""

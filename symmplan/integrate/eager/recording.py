@@ -34,16 +34,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
-    from torch import fx
-
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Captured
-    from symmplan.capture.threads import ProgramThreads
+    from symmplan.capture.streams import CudaStreams
     from symmplan.coordination.groups import Group
-    from symmplan.integrate.eager.streams import Streams
     from symmplan.memory import Arena
-    from symmplan.model import OpSpec, Plan
-    from symmplan.runtime.chooser import Chosen
+    from symmplan.model import OpSpec
     from symmplan.runtime.options import Options
 
 __all__ = ["IterationRecording", "Settings", "meet"]
@@ -67,7 +63,7 @@ class Settings:
 
     groups: Mapping[str, Group]
     device: torch.device
-    streams: Streams | None
+    streams: CudaStreams | None
     options: Options
 
     @property
@@ -80,19 +76,6 @@ class Settings:
     def process_groups(self) -> dict[str, Any]:
         """Torch's group under its name."""
         return {self.group.name: self.group.process_group}
-
-
-@frozen
-class _Prepared:
-    """All that a plan needs, on all ranks."""
-
-    captured: Captured
-    plan: Plan
-    chosen: Chosen[fx.Node]
-    arena: Arena
-    rendezvous: int
-    #: See `Event`; made where a rank that has no room for them is heard.
-    elements: Mapping[torch.dtype, torch.Tensor]
 
 
 def meet(settings: Settings, op: str, detail: str = "") -> None:
@@ -129,14 +112,14 @@ class IterationRecording:
 
     Args:
         settings: Of the session.
-        threads: Of the program.
+        is_program: Whether the thread that asks is one of the program.
         telling: A context that notes what is raised in the program's calls.
     """
 
     def __init__(
         self,
         settings: Settings,
-        threads: ProgramThreads,
+        is_program: Callable[[], bool],
         telling: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._settings = settings
@@ -149,10 +132,10 @@ class IterationRecording:
             self._lookup,
             self._meet_at_op,
             in_own_work,
-            watch=None if settings.streams is None else settings.streams.watch,
+            streams=settings.streams,
             scratch=self._scratch,
             default_group=settings.group.name,
-            threads=threads,
+            is_program=is_program,
         )
         self._recorder.__enter__()
 
@@ -213,33 +196,20 @@ class IterationRecording:
 
         Collective: yes.
         """
-        settings, recorder, preparation = self._settings, self._recorder, self._preparation
+        settings, preparation = self._settings, self._preparation
         self.stop()
         lowerings = self._agreed()
         meet(settings, "session.step()")
-        prepared = preparation.attempt(
+        frozen = preparation.attempt(
             functools.partial(self._prepared, lowerings),
             settings.process_groups,
             lambda made: made.arena.give_back(),
         )
-        captured, plan = prepared.captured, prepared.plan
-        chosen, arena = prepared.chosen, prepared.arena
-        with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
-            program = place(captured, plan, lowerings, chosen, plan.barriers)
-        preparation.log(plan, program.algorithms)
-        return Frozen(
-            plan,
-            captured,
-            arena,
-            prepared.rendezvous,
-            functools.partial(events_of, recorder, program, settings.device, prepared.elements),
-            bool(chosen.engines),
-            _copies(captured, recorder),
-            tuple(chosen.choices),
-            preparation.reason,
-        )
+        preparation.log(frozen.plan, frozen.program.algorithms)
+        frozen.schedule(frozen.arena)
+        return frozen
 
-    def _prepared(self, lowerings: Lowerings) -> _Prepared:
+    def _prepared(self, lowerings: Lowerings) -> Frozen:
         """Choose algorithms, plan, and get memory; place nothing if that is refused.
 
         Collective: yes.
@@ -269,9 +239,20 @@ class IterationRecording:
 
         dtypes = dict.fromkeys(x.dtype for x in captured.values.tensors.values())
         with torch.inference_mode(mode=False):  # they outlive the caller's mode
+            # Here, where a rank that has no room for them is heard.
             elements = {dtype: torch.empty((), dtype=dtype, device=device) for dtype in dtypes}
+            program = place(captured, plan, lowerings, chosen, plan.barriers)
         arena, rendezvous = preparation.obtain(plan, device, groups, meet_engines, pooled=True)
-        return _Prepared(captured, plan, chosen, arena, rendezvous, elements)
+        return Frozen(
+            program,
+            arena,
+            rendezvous,
+            functools.partial(events_of, self._recorder, program, device, elements),
+            bool(chosen.engines),
+            _copies(captured, self._recorder),
+            chosen.choices,
+            preparation.reason,
+        )
 
 
 def _copies(captured: Captured, recorder: Recorder) -> tuple[Copy, ...]:

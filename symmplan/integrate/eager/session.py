@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from attrs import evolve
 
-from symmplan.capture.threads import ProgramThreads
+from symmplan.capture.threads import threads_of_program
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import in_own_work
 from symmplan.coordination.sessions import SessionKeys, enter_session
@@ -61,7 +61,8 @@ class Session:
         self._executor = executor(lambda: [self.plan], self._end)
         self._device = device if self._executor.serves else torch.device("cpu")
         self._on_device = self._device.type == "cuda"
-        self._threads: ProgramThreads | None = None  # of the program, once the session is entered
+        #: Whether the thread that asks is one of the program: none before the session is entered.
+        self._is_program: Callable[[], bool] = lambda: False
         self._keys: SessionKeys | None = None  # in the group's store, once the session is entered
         self._faults = Faults(SessionKeys(groups[name], 0), self._stop_serving)
 
@@ -128,7 +129,7 @@ class Session:
         if self._state != "new":
             raise self._released()
         self._keys = enter_session(self._settings.group)
-        self._threads = ProgramThreads()
+        self._is_program = threads_of_program()
         PROCESS.session = self
         try:
             self._record(self._keys)
@@ -141,8 +142,7 @@ class Session:
     def _record(self, keys: SessionKeys) -> None:
         self._faults = Faults(keys, self._stop_serving)
         self._state = "recording"
-        assert self._threads is not None
-        self._recording = IterationRecording(self._settings, self._threads, self._faults.telling)
+        self._recording = IterationRecording(self._settings, self._is_program, self._faults.telling)
 
     def step(self) -> None:
         """End an iteration. The first one is planned here, and its memory rendezvoused.
@@ -205,9 +205,8 @@ class Session:
         ran(frozen)
         if not self._executor.serves:
             return
-        assert self._threads is not None
         waited = self._waited if frozen.leaving else None
-        self._cursor = Cursor(self._serve, waited, Roles(self._settings.streams), self._threads)
+        self._cursor = Cursor(self._serve, waited, Roles(self._settings.streams), self._is_program)
         install(self._cursor, self._serving)
         if frozen.arena.races is not None:
             names = declared_names()
@@ -313,8 +312,7 @@ class Session:
         kwargs: Any,
     ) -> torch.Tensor:
         """The result of `placed.empty` and `placed.out`: ``make(*args, **kwargs)``, placed."""
-        ours = self._threads is not None and self._threads.current()
-        if in_own_work() or not ours or self._state not in ("recording", "frozen"):
+        if in_own_work() or not self._is_program() or self._state not in ("recording", "frozen"):
             return make(*args, **kwargs)
         if self._recording is not None:
             return self._recording.memory(kind, make, args, kwargs)

@@ -8,41 +8,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from symmplan.capture.streams import CudaStreams
 
-from symmplan.capture.streams import CudaWatch
-from symmplan.torch_private import devices
+if TYPE_CHECKING:
+    import torch
 
-__all__ = ["Roles", "Streams", "streams_of"]
-
-
-class Streams:
-    """The streams of a CUDA device, for a session.
-
-    Attributes:
-        number: Gives the current stream as a number.
-        watch: Watches events and waits, for a recording.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.number = devices.current_stream_of(device)
-        self.watch = CudaWatch(self.number)
-
-    def current(self) -> Any:
-        """The current stream."""
-        return torch.cuda.current_stream(self._device)
-
-    def wait(self, stream: Any, other: Any) -> None:
-        """Let ``stream`` wait for ``other``."""
-        stream.wait_stream(other)
+__all__ = ["Roles", "streams_of"]
 
 
-def streams_of(device: torch.device) -> Streams | None:
+def streams_of(device: torch.device) -> CudaStreams | None:
     """The streams of a device; None if it has none."""
-    return Streams(device) if device.type == "cuda" else None
+    return CudaStreams(device) if device.type == "cuda" else None
 
 
 class Roles:
@@ -52,7 +30,7 @@ class Roles:
         streams: The device's streams; None if it has none.
     """
 
-    def __init__(self, streams: Streams | None) -> None:
+    def __init__(self, streams: CudaStreams | None) -> None:
         self._streams = streams
         self._bound: dict[str, tuple[int, Any]] = {}
 
@@ -79,7 +57,7 @@ class Roles:
             streams.wait(other, current)
         self._bound.clear()
 
-    def _pairs(self) -> list[tuple[Streams, Any, Any]]:
+    def _pairs(self) -> list[tuple[CudaStreams, Any, Any]]:
         """The current stream with each other one, if there are several: one is in order."""
         if self._streams is None or len(self._bound) < 2:
             return []

@@ -23,10 +23,6 @@ class Streams:
 
     # What the session asks for.
 
-    @property
-    def watch(self):
-        return self
-
     def number(self):
         return self.stack[-1]
 
