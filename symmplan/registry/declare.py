@@ -17,7 +17,7 @@ import threading
 import warnings
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from attrs import evolve, frozen
+from attrs import evolve
 
 from symmplan.errors import DeclarationError
 from symmplan.model import DEFAULT_ALIGN, OpSpec, Requirement
@@ -239,20 +239,13 @@ def unregister(op: OpRef) -> bool:
     return store.remove([qualified_name(overload) for overload in resolve(op)])
 
 
-@frozen
-class _UserDeclaration:
-    """A user's declaration, void once the op is defined anew with another schema."""
-
-    spec: OpSpec
-    schema: str
-
-
 class _Store:
     """The declarations of one process. All methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._user: dict[str, _UserDeclaration] = {}
+        # What users declared, each void once its op is defined anew with another schema.
+        self._user: dict[str, tuple[OpSpec, Schema]] = {}
         self._originals: dict[OpOverload, OpOverload] = {}
         # op -> (what upstream said then, the answer); dropped whenever a declaration changes
         self._cache: dict[OpOverload, tuple[tuple[str, ...], OpSpec | None]] = {}
@@ -267,21 +260,20 @@ class _Store:
         """
         with self._lock:
             for spec, schema in specs:
-                earlier = self._user.get(spec.op)
-                if earlier is None or earlier.schema != schema.text or earlier.spec == spec:
+                earlier, of = self._user.get(spec.op, (spec, schema))
+                if of.text != schema.text or earlier == spec:
                     continue
                 raise DeclarationError(
                     f"{spec.op} is already declared, and differently",
-                    expected=_describe(earlier.spec),
+                    expected=_describe(earlier),
                     got=_describe(spec),
                     fix="keep one of the two declarations, or call "
                     f"symmplan.unregister({spec.op!r}) first",
                     op=spec.op,
-                    earlier=earlier.spec,
+                    earlier=earlier,
                     later=spec,
                 )
-            new = {spec.op: _UserDeclaration(spec, schema.text) for spec, schema in specs}
-            self._replace({**self._user, **new})
+            self._replace({**self._user, **{spec.op: (spec, schema) for spec, schema in specs}})
 
     def remove(self, names: Sequence[str]) -> bool:
         """Forget users' declarations of these ops; says whether there were any."""
@@ -321,7 +313,7 @@ class _Store:
             plugins.load()
             self._published = "yes"
 
-    def _replace(self, user: dict[str, _UserDeclaration]) -> None:
+    def _replace(self, user: dict[str, tuple[OpSpec, Schema]]) -> None:
         # Readers take no lock. One that still holds the old cache may fill it from the old or the
         # new declarations; nobody reads that cache again.
         self._user = user
@@ -346,12 +338,12 @@ class _Store:
     def _look_up(self, op: OpOverload, upstream: tuple[str, ...]) -> OpSpec | None:
         self._publish()
         schema = schema_of(op)
-        declared = self._user.get(schema.op)
-        if declared is not None and declared.schema == schema.text:
-            dropped = overruled(declared.spec, upstream)
+        spec, of = self._user.get(schema.op, (None, schema))
+        if spec is not None and of.text == schema.text:
+            dropped = overruled(spec, upstream)
             if dropped:
                 warnings.warn(f"symmplan: {schema.op}: {overruled_note(dropped)}", stacklevel=3)
-            return declared.spec
+            return spec
         listed = catalogue.spec_of(schema)
         if not upstream:
             return listed
@@ -362,7 +354,7 @@ class _Store:
     def declared(self) -> dict[str, OpSpec]:
         """Users' declarations by op name."""
         self._publish()
-        return {name: d.spec for name, d in self._user.items()}
+        return {name: spec for name, (spec, _) in self._user.items()}
 
 
 def overruled(spec: OpSpec, upstream: tuple[str, ...]) -> tuple[str, ...]:

@@ -353,77 +353,36 @@ _LISTS = "goes through flat buffers of its own where a transport could use symme
 _NO_GROUP = "names no group: torch takes group '0'. Declare it yourself if you wrap it"
 _HANDLE = "works on a handle: what it touches is not in the graph"
 _NO_BYTES = "moves no tensor between ranks"
+_PEERS = "its results view peers' memory and nothing says when their last use ends"
 _WAITS = "ends asynchronous collectives; what they hold is theirs"
 
-_BY_REASON = {
-    _WAITS: ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors"),
-    _P2P: (
-        "_c10d_functional::batch_p2p_ops",
-        "_c10d_functional::irecv",
-        "_c10d_functional::isend",
-        "c10d::alltoall_",
-        "c10d::recv_",
-        "c10d::recv_any_source_",
-        "c10d::send",
-    ),
-    _NO_BYTES: (
-        "_c10d_functional::_wrap_tensor_autograd",
-        "_dtensor::mesh_get_process_group",
-        "c10d::barrier",
-        "c10d::check_for_nan",
-        "c10d::monitored_barrier_",
-        "symm_mem::_barrier",
-    ),
-    _ROOTED: ("c10d::gather_", "c10d::gather_into_tensor_", "c10d::scatter_"),
-    _LISTS: (
-        "c10d::allgather_",
-        "c10d::allgather_coalesced_",
-        "c10d::reduce_scatter_",
-    ),
-    "NCCL has no symmetric kernel for it": ("c10d::reduce_",),
-    _NO_GROUP: (
-        "symm_mem::nccl_get",
-        "symm_mem::nccl_put",
-        "symm_mem::nccl_put_with_signal",
-        "symm_mem::nccl_wait_for_signal",
-        "symm_mem::nvshmem_get",
-        "symm_mem::nvshmem_put",
-        "symm_mem::nvshmem_put_with_signal",
-        "symm_mem::nvshmem_wait_for_signal",
-    ),
-    _HANDLE: (
-        "symm_mem::_rendezvous",
-        "symm_mem::nccl_get_out",
-        "symm_mem::nccl_put_signal",
-        "symm_mem::nccl_wait_signal",
-        "symm_mem::nvshmem_get_out",
-    ),
-    "local: writes flags of one rank": (
-        "symm_mem::memset32_",
-        "symm_mem::stream_write_value32_",
-    ),
-    "local: waits for flags of one rank": ("symm_mem::_async_input_mm",),
-    "its results view peers' memory and nothing says when their last use ends": (
-        "symm_mem::get_remote_tensors",
-    ),
-    _LEGACY: tuple(
-        f"c10d_functional::{name}"
-        for name in (
-            "all_gather_into_tensor",
-            "all_gather_into_tensor_coalesced",
-            "all_reduce",
-            "all_reduce_coalesced",
-            "all_to_all_single",
-            "batch_p2p_ops",
-            "broadcast",
-            "irecv",
-            "isend",
-            "reduce_scatter_tensor",
-            "reduce_scatter_tensor_coalesced",
-            "wait_tensor",
-        )
-    ),
-}
+#: Why, in which namespace, and the names there.
+_LEFT_OUT = (
+    (_WAITS, "_c10d_functional", "wait_tensor wait_tensors"),
+    (_P2P, "_c10d_functional", "batch_p2p_ops irecv isend"),
+    (_P2P, "c10d", "alltoall_ recv_ recv_any_source_ send"),
+    (_NO_BYTES, "_c10d_functional", "_wrap_tensor_autograd"),
+    (_NO_BYTES, "_dtensor", "mesh_get_process_group"),
+    (_NO_BYTES, "c10d", "barrier check_for_nan monitored_barrier_"),
+    (_NO_BYTES, "symm_mem", "_barrier"),
+    (_ROOTED, "c10d", "gather_ gather_into_tensor_ scatter_"),
+    (_LISTS, "c10d", "allgather_ allgather_coalesced_ reduce_scatter_"),
+    ("NCCL has no symmetric kernel for it", "c10d", "reduce_"),
+    (_NO_GROUP, "symm_mem", "nccl_get nccl_put nccl_put_with_signal nccl_wait_for_signal"),
+    (_NO_GROUP, "symm_mem", "nvshmem_get nvshmem_put nvshmem_put_with_signal"),
+    (_NO_GROUP, "symm_mem", "nvshmem_wait_for_signal"),
+    (_HANDLE, "symm_mem", "_rendezvous nccl_get_out nccl_put_signal nccl_wait_signal"),
+    (_HANDLE, "symm_mem", "nvshmem_get_out"),
+    ("local: writes flags of one rank", "symm_mem", "memset32_ stream_write_value32_"),
+    ("local: waits for flags of one rank", "symm_mem", "_async_input_mm"),
+    (_PEERS, "symm_mem", "get_remote_tensors"),
+    (_LEGACY, "c10d_functional", "all_gather_into_tensor all_gather_into_tensor_coalesced"),
+    (_LEGACY, "c10d_functional", "all_reduce all_reduce_coalesced all_to_all_single broadcast"),
+    (_LEGACY, "c10d_functional", "reduce_scatter_tensor reduce_scatter_tensor_coalesced"),
+    (_LEGACY, "c10d_functional", "batch_p2p_ops irecv isend wait_tensor"),
+)
 
 #: ``{qualified name without overload: why nothing of it is declared}``
-NOT_SYMMETRIC: dict[str, str] = {op: reason for reason, ops in _BY_REASON.items() for op in ops}
+NOT_SYMMETRIC: dict[str, str] = {
+    f"{namespace}::{name}": why for why, namespace, names in _LEFT_OUT for name in names.split()
+}
