@@ -8,9 +8,7 @@ whose values are tensors.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-from attrs import frozen
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from symmplan.capture.graphs import at_path
 from symmplan.runtime.algorithms import overload_named
@@ -18,14 +16,16 @@ from symmplan.runtime.algorithms import overload_named
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from symmplan.capture.graphs import Value
+    from symmplan.capture.graphs import Path, Value
     from symmplan.capture.sites import Site
     from symmplan.runtime.algorithms import Lowering
     from symmplan.runtime.program import PlacedCall
 
-__all__ = ["Launched", "Machine", "launch"]
+__all__ = ["Machine", "Staged", "launch"]
 
 V = TypeVar("V")
+#: ``{site: (its placement, the program's tensor)}`` of arguments.
+Staged: TypeAlias = "dict[Site, tuple[Any, Any]]"
 
 
 class Machine(Protocol[V]):
@@ -49,33 +49,25 @@ class Machine(Protocol[V]):
     def original(self, call: PlacedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> V:
         """Call the op itself; returns what stands for its result."""
 
-    def item(self, result: V, path: tuple[int, ...]) -> V:
+    def item(self, result: V, path: Path) -> V:
         """One tensor of a result."""
 
 
-@frozen(eq=False)
-class Launched:
-    """The tensors on which a call was launched.
-
-    Attributes:
-        results: ``{path: tensor}``, those with a placement there.
-        staged: ``{site: (its placement, the program's tensor)}`` of arguments.
-    """
-
-    results: dict[tuple[int, ...], Any]
-    staged: dict[Site, tuple[Any, Any]]
-
-
-def launch(call: PlacedCall, machine: Machine[Any], bound: Mapping[str, Any]) -> Launched:
+def launch(
+    call: PlacedCall, machine: Machine[Any], bound: Mapping[str, Any]
+) -> tuple[dict[Path, Any], Staged]:
     """Copy in, launch, and copy into placements what the op cannot write there.
 
     Args:
         call: The call.
         machine: Who carries it out.
         bound: Its arguments by name: what stands for tensors, and plain values.
+
+    Returns:
+        ``{path: tensor}`` of its results, those with a placement there; and its staged arguments.
     """
     given = dict(bound)
-    staged: dict[Site, tuple[Any, Any]] = {}
+    staged: Staged = {}
     for site in call.staged:
         assert site.buffer is not None
         source = at_path(given[site.head], site.index)
@@ -95,7 +87,7 @@ def launch(call: PlacedCall, machine: Machine[Any], bound: Mapping[str, Any]) ->
         results = _variant(call, call.spec.out, machine, given, placed)
     else:
         results = _as_it_is(call, machine, given, placed)
-    return Launched(results, staged)
+    return results, staged
 
 
 def _by_row(
@@ -103,16 +95,16 @@ def _by_row(
     row: Lowering,
     machine: Machine[Any],
     given: dict[str, Any],
-    placed: dict[tuple[int, ...], Any],
-) -> dict[tuple[int, ...], Any]:
+    placed: dict[Path, Any],
+) -> dict[Path, Any]:
     """The form that writes into given memory, once or for each element of a list."""
     assert call.spec.group is not None  # collectives name theirs
     given = {**given, call.spec.group: call.engine or call.group}
     target = call.target
-    elements: dict[tuple[int, ...], dict[str, Any]] = {(): given}
+    elements: dict[Path, dict[str, Any]] = {(): given}
     if row.each:
         elements = {(i,): {**given, "input": x} for i, x in enumerate(given["inputs"])}
-    outs: dict[tuple[int, ...], Any] = {}
+    outs: dict[Path, Any] = {}
     for path, element in elements.items():
         out = element[row.out] if row.out != "return" else placed.get(path)
         outs[path] = machine.empty((call.node, path)) if out is None else out
@@ -134,8 +126,8 @@ def _variant(
     variant: str,
     machine: Machine[Any],
     given: dict[str, Any],
-    placed: dict[tuple[int, ...], Any],
-) -> dict[tuple[int, ...], Any]:
+    placed: dict[Path, Any],
+) -> dict[Path, Any]:
     """The out variant, where all results have placements."""
     op = overload_named(variant)
     outs = iter([placed[path] for path in call.paths])
@@ -151,8 +143,8 @@ def _as_it_is(
     call: PlacedCall,
     machine: Machine[Any],
     given: dict[str, Any],
-    placed: dict[tuple[int, ...], Any],
-) -> dict[tuple[int, ...], Any]:
+    placed: dict[Path, Any],
+) -> dict[Path, Any]:
     """The op itself, on placements; what it makes is copied into those that want it."""
     machine.doing(call.operation)
     result = machine.original(call, *_arranged(call.overload, given))
@@ -182,7 +174,7 @@ def _names(op: Any) -> tuple[list[str], list[str]]:
     return positional, [a.name for a in arguments if a.kwarg_only]
 
 
-def _put(value: Any, index: tuple[int, ...], new: Any) -> Any:
+def _put(value: Any, index: Path, new: Any) -> Any:
     if not index:
         return new
     items = list(value)

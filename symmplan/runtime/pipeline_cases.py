@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from symmplan.runtime.clock import Act
     from symmplan.runtime.engines import Engines
 
-__all__ = ["PipelineCase"]
+__all__ = ["PipelineCase", "numels_of"]
 
 _C10D: Any = torch.ops._c10d_functional
 _wait = _C10D.wait_tensor
@@ -26,6 +26,11 @@ _wait = _C10D.wait_tensor
 _LEAST_ROWS = 64
 #: Nor do products that are narrower.
 _LEAST_COLUMNS = 512
+
+
+def numels_of(rows: int, columns: int, widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Elements of a part of the left side, and of the right sides."""
+    return rows * columns, *(columns * width for width in widths)
 
 
 @frozen(kw_only=True)
@@ -48,34 +53,6 @@ class PipelineCase(Case):
     columns: int
     widths: tuple[int, ...]
     gathers: bool
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        gathers: bool,
-        memory: str,
-        group: str,
-        ranks: int,
-        dtype: str,
-        rows: int,
-        columns: int,
-        widths: tuple[int, ...],
-    ) -> Self:
-        """The case of a graph's collective."""
-        return cls(
-            op="all-gather and products" if gathers else "products and reduce-scatter",
-            memory=memory,
-            group=group,
-            ranks=ranks,
-            dtype=dtype,
-            numels=(rows * columns, *(columns * width for width in widths)),
-            algorithms=("pipelined",),
-            rows=rows,
-            columns=columns,
-            widths=widths,
-            gathers=gathers,
-        )
 
     def is_alike(self, other: PipelineCase) -> bool:
         """Whether another one has the same collective, with products of any inner size.
@@ -116,7 +93,7 @@ class PipelineCase(Case):
         return self._with(self.rows, self.columns, tuple(n // 2 for n in self.widths))
 
     def _with(self, rows: int, columns: int, widths: tuple[int, ...]) -> Self:
-        numels = (rows * columns, *(columns * width for width in widths))
+        numels = numels_of(rows, columns, widths)
         return evolve(self, rows=rows, columns=columns, widths=widths, numels=numels)
 
     def times(self, part: Case) -> float:
@@ -157,36 +134,24 @@ class PipelineCase(Case):
         rights = [right[: self.columns * n].view(self.columns, n) for n in self.widths]
         every = self.rows * self.ranks
         outs = [made[-1][: every * n].view(every, n) for n in self.widths]
-        if self.gathers:
-            return {
-                "ordinary": self._gathered(left, rights, outs),
-                "pipelined": self._under_gather(left, rights, outs, there, engines),
-            }
-        return {
-            "ordinary": self._scattered(left, rights, outs),
-            "pipelined": self._under_scatter(left, rights, outs, there, engines),
-        }
+        acts = self._gather_acts if self.gathers else self._scatter_acts
+        return acts(left, rights, outs, there, engines)
 
-    def _gathered(
-        self, left: torch.Tensor, rights: list[torch.Tensor], outs: list[torch.Tensor]
-    ) -> Act:
-        def act(beside: Callable[[], None]) -> None:
-            whole = _wait(_C10D.all_gather_into_tensor(left, self.ranks, self.group))
-            for right, out in zip(rights, outs, strict=True):
-                torch.mm(whole, right, out=out)
-            beside()
-
-        return act
-
-    def _under_gather(
+    def _gather_acts(
         self,
         left: torch.Tensor,
         rights: list[torch.Tensor],
         outs: list[torch.Tensor],
         there: list[list[torch.Tensor]],
         engines: Engines | None,
-    ) -> Act:
+    ) -> Mapping[str, Act]:
         parts = [torch.chunk(out, self.ranks) for out in outs]
+
+        def ordinary(beside: Callable[[], None]) -> None:
+            whole = _wait(_C10D.all_gather_into_tensor(left, self.ranks, self.group))
+            for right, out in zip(rights, outs, strict=True):
+                torch.mm(whole, right, out=out)
+            beside()
 
         def multiply(part: int, rows: torch.Tensor) -> None:
             for right, out in zip(rights, parts, strict=True):
@@ -201,7 +166,7 @@ class PipelineCase(Case):
             _C10D.all_gather_into_tensor_out(own.view_as(left), self.ranks, over, out=whole)
             return whole.view(-1, self.columns)
 
-        def act(beside: Callable[[], None]) -> None:
+        def pipelined(beside: Callable[[], None]) -> None:
             whole = start()
             multiply(0, left)
             rows = torch.chunk(_wait(whole).view(-1, self.columns), self.ranks)
@@ -209,27 +174,16 @@ class PipelineCase(Case):
                 multiply(part, rows[part])
             beside()
 
-        return act
+        return {"ordinary": ordinary, "pipelined": pipelined}
 
-    def _scattered(
-        self, left: torch.Tensor, rights: list[torch.Tensor], outs: list[torch.Tensor]
-    ) -> Act:
-        def act(beside: Callable[[], None]) -> None:
-            for right, out in zip(rights, outs, strict=True):
-                torch.mm(left, right, out=out)
-            _wait(_C10D.reduce_scatter_tensor(outs[-1], "sum", self.ranks, self.group))
-            beside()
-
-        return act
-
-    def _under_scatter(
+    def _scatter_acts(
         self,
         left: torch.Tensor,
         rights: list[torch.Tensor],
         outs: list[torch.Tensor],
         there: list[list[torch.Tensor]],
         engines: Engines | None,
-    ) -> Act:
+    ) -> Mapping[str, Act]:
         width = self.widths[-1]
         # What is sent lies where the products' results do, and what comes behind it.
         made = there[-1] if there else []
@@ -237,6 +191,12 @@ class PipelineCase(Case):
         lefts = torch.chunk(left, self.ranks)
         own = [torch.chunk(out, self.ranks) for out in outs]
         pushes = bool(slots) and (engines is not None or not BACKENDS[self.memory].engines)
+
+        def ordinary(beside: Callable[[], None]) -> None:
+            for right, out in zip(rights, outs, strict=True):
+                torch.mm(left, right, out=out)
+            _wait(_C10D.reduce_scatter_tensor(outs[-1], "sum", self.ranks, self.group))
+            beside()
 
         def multiply(part: int, into: torch.Tensor) -> None:
             for right, out in zip(rights, own, strict=True):
@@ -257,7 +217,7 @@ class PipelineCase(Case):
                 ops.all_to_all_single_into(part, [], [], over, out=out)
             return out
 
-        def act(beside: Callable[[], None]) -> None:
+        def pipelined(beside: Callable[[], None]) -> None:
             sent = [shift(distance) for distance in range(1, self.ranks)]
             total = own[-1][0]
             multiply(0, total)
@@ -265,4 +225,4 @@ class PipelineCase(Case):
                 total.add_(_wait(part))
             beside()
 
-        return act
+        return {"ordinary": ordinary, "pipelined": pipelined}

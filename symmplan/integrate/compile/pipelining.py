@@ -32,10 +32,12 @@ from symmplan.integrate.compile.row_products import (
     PRODUCTS,
     RESHAPES,
     Gather,
-    Product,
     Scatter,
     gather_of,
+    given_by,
+    has_rows,
     is_row,
+    lhs_of,
     raised,
     scatter_of,
     takes_rows,
@@ -43,7 +45,7 @@ from symmplan.integrate.compile.row_products import (
 from symmplan.memory.shift import splits
 from symmplan.memory.topology import served
 from symmplan.runtime.chooser import choose_algorithms
-from symmplan.runtime.pipeline_cases import PipelineCase
+from symmplan.runtime.pipeline_cases import PipelineCase, numels_of
 from symmplan.runtime.trials import choices_of
 from symmplan.runtime.work import flops_beside
 
@@ -99,15 +101,19 @@ def cases_of(
     cases = {}
     for one in found:
         rows, columns, widths = one.shape
-        cases[one] = PipelineCase.of(
-            gathers=isinstance(one, Gather),
+        gathers = isinstance(one, Gather)
+        cases[one] = PipelineCase(
+            op="all-gather and products" if gathers else "products and reduce-scatter",
             memory=memory,
             group=one.group,
             ranks=groups[one.group].size,
             dtype=str(one.start.all_input_nodes[0].meta["val"].dtype).removeprefix("torch."),
+            numels=numels_of(rows, columns, widths),
+            algorithms=("pipelined",),
             rows=rows,
             columns=columns,
             widths=widths,
+            gathers=gathers,
         )
     return cases
 
@@ -281,15 +287,15 @@ class _Parts:
             for block in range(rows.outer):
                 left = self.rows(lefts[dtype], block * rows.inner, rows.inner)
                 begin = (block * rows.ranks + part) * rows.inner
-                self._product(Product(product), left, begin, self.rows(out, begin, rows.inner))
+                self._product(product, left, begin, self.rows(out, begin, rows.inner))
 
-    def _product(self, product: Product, left: fx.Node, begin: int, out: fx.Node) -> None:
+    def _product(self, product: fx.Node, left: fx.Node, begin: int, out: fx.Node) -> None:
         """The rows of a product from ``begin`` on, written where they belong."""
-        given = {**product.given, product.lhs: left}
-        for name in product.nodes:
-            if name != product.lhs and product.by_row(name):
-                given[name] = self.rows(given[name], begin, out.meta["val"].shape[0])
-        self._write(product.node.target, given, out)
+        given, lhs = given_by(product), lhs_of(product)
+        for name, value in given.items():
+            if isinstance(value, fx.Node) and name != lhs and has_rows(product, name):
+                given[name] = self.rows(value, begin, out.meta["val"].shape[0])
+        self._write(product.target, {**given, lhs: left}, out)
 
     def _write(self, overload: Any, given: Mapping[str, Any], out: fx.Node) -> None:
         """A product that is written where it belongs."""
@@ -342,13 +348,14 @@ class _Parts:
         if node not in scatter.inside:
             return self._cut(scatter, node, part)
         overload: Any = node.target
-        product = Product(node)
-        given = product.given
-        for name, value in product.nodes.items():
+        given = given_by(node)
+        for name, value in given.items():
+            if not isinstance(value, fx.Node):
+                continue
             if node.target in PRODUCTS:
-                if name == product.lhs or (name == "scale_a" and product.by_row(name)):
+                if name == lhs_of(node) or (name == "scale_a" and has_rows(node, name)):
                     given[name] = self._cut(scatter, value, part)
-                elif product.by_row(name):
+                elif has_rows(node, name):
                     given[name] = self._of_tree(scatter, value, part, columns)
             elif takes_rows(value, scatter.rows, columns):
                 given[name] = self._of_tree(scatter, value, part, columns)

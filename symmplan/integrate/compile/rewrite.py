@@ -23,9 +23,9 @@ from symmplan.runtime.lower import launch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from symmplan.capture.graphs import Value
+    from symmplan.capture.graphs import Path, Value
     from symmplan.capture.sites import PlacedStorage, Site
-    from symmplan.runtime.lower import Launched
+    from symmplan.runtime.lower import Staged
     from symmplan.runtime.program import PlacedCall, PlacedProgram
 
 __all__ = ["rewrite"]
@@ -134,8 +134,9 @@ class _Declared:
             node = call.node
             self.emitter.origin = node
             with self.graph.inserting_before(node):
-                launched = launch(call, self, bind_arguments(call.overload, node.args, node.kwargs))
-            self._finish(call, launched)
+                bound = bind_arguments(call.overload, node.args, node.kwargs)
+                results, staged = launch(call, self, bound)
+            self._finish(call, results, staged)
         self.emitter.origin = None
 
     # As a machine.
@@ -173,10 +174,9 @@ class _Declared:
 
     # Behind the launch.
 
-    def _finish(self, call: PlacedCall, launched: Launched) -> None:
+    def _finish(self, call: PlacedCall, results: dict[Path, Any], staged: Staged) -> None:
         """Copy out what leaves, hand the results to their readers, drop the old node."""
-        node, results = call.node, launched.results
-        synchronous = not call.spec.asynchronous
+        node, synchronous = call.node, not call.spec.asynchronous
         waits = {} if synchronous else self.emitter.captured.waits.get(node, {})
         with self.graph.inserting_before(node):
             anchor = self.graph.call_function(_anchor)  # where code after the op goes
@@ -193,7 +193,7 @@ class _Declared:
                     _redirect(wait, copied, but=copied)
             elif site.how == "stage" and site.kind == "argument" and site.writes:
                 self.doing(call.copy("copy back", site))
-                self._copy_back(site, *launched.staged[site], anchor, waits, results)
+                self._copy_back(site, *staged[site], anchor, waits, results)
         self.graph.erase_node(anchor)
         self._hand_over(node, results)
         if synchronous:

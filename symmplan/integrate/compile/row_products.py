@@ -18,17 +18,19 @@ from symmplan.capture.graphs import called, is_getitem, is_wait
 from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 __all__ = [
     "PRODUCTS",
     "RESHAPES",
     "Gather",
-    "Product",
     "Rows",
     "Scatter",
     "gather_of",
+    "given_by",
+    "has_rows",
     "is_row",
+    "lhs_of",
     "raised",
     "scatter_of",
     "takes_rows",
@@ -75,41 +77,6 @@ class Rows:
 
 
 @frozen(eq=False)
-class Product:
-    """A product of matrices in a graph."""
-
-    node: fx.Node
-
-    @property
-    def lhs(self) -> str:
-        """The argument whose rows become those of the result."""
-        return PRODUCTS[self.node.target]
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """Its arguments by name."""
-        return _given(self.node)
-
-    @property
-    def nodes(self) -> dict[str, fx.Node]:
-        """Those of them that are values of the graph."""
-        return {name: x for name, x in self.given.items() if isinstance(x, fx.Node)}
-
-    @property
-    def width(self) -> int:
-        """Columns of its result."""
-        return int(self.node.meta["val"].shape[1])
-
-    def by_row(self, name: str) -> bool:
-        """Whether an argument has a row for each of the result's."""
-        shape = self.nodes[name].meta["val"].shape
-        if name == self.lhs:
-            return True
-        rows = self.node.meta["val"].shape[0]
-        return len(shape) == 2 and shape[0] == rows > 1 and name in ("self", "scale_a")
-
-
-@frozen(eq=False)
 class Gather:
     """An all-gather, and the products of which its result is the left side.
 
@@ -144,7 +111,7 @@ class Gather:
     def shape(self) -> tuple[int, int, tuple[int, ...]]:
         """Rows of a part, columns, and columns of the products."""
         columns = next(iter(self.products.values())).meta["val"].shape[1]
-        return self.rows.part, int(columns), tuple(Product(n).width for n in self.products)
+        return self.rows.part, int(columns), _widths(self.products)
 
 
 @frozen(eq=False)
@@ -177,9 +144,8 @@ class Scatter:
     @property
     def shape(self) -> tuple[int, int, tuple[int, ...]]:
         """Rows of a part, columns of the left sides, and columns of the products."""
-        columns = [Product(n).given[Product(n).lhs].meta["val"].shape[1] for n in self.products]
-        width = tuple(Product(n).width for n in self.products)
-        return self.rows.part, int(sum(columns) // len(columns)), width
+        columns = [given_by(n)[lhs_of(n)].meta["val"].shape[1] for n in self.products]
+        return self.rows.part, int(sum(columns) // len(columns)), _widths(self.products)
 
 
 def gather_of(start: fx.Node) -> Gather | None:
@@ -213,6 +179,24 @@ def scatter_of(start: fx.Node) -> Scatter | None:
     if not products or not _calm(min(inside), start):
         return None
     return Scatter(start, wait, source, rows, products, frozenset(inside), (*dead,))
+
+
+def lhs_of(product: fx.Node) -> str:
+    """The argument of a product whose rows become those of the result."""
+    return PRODUCTS[product.target]
+
+
+def has_rows(product: fx.Node, name: str) -> bool:
+    """Whether an argument of a product, or of what is added, has a row for each of the result's."""
+    if name == lhs_of(product):
+        return True
+    shape, rows = given_by(product)[name].meta["val"].shape, product.meta["val"].shape[0]
+    return len(shape) == 2 and shape[0] == rows > 1 and name in ("self", "scale_a")
+
+
+def _widths(products: Iterable[fx.Node]) -> tuple[int, ...]:
+    """Columns of the results of products."""
+    return tuple(int(product.meta["val"].shape[1]) for product in products)
 
 
 def takes_rows(node: fx.Node, rows: Rows, columns: int) -> bool:
@@ -264,7 +248,7 @@ def _args(node: fx.Node) -> Any:
     return node.args
 
 
-def _given(node: fx.Node) -> dict[str, Any]:
+def given_by(node: fx.Node) -> dict[str, Any]:
     """A call's arguments by name."""
     overload = called(node)
     assert overload is not None
@@ -298,13 +282,13 @@ def _pieces(node: fx.Node, dim: int, ranks: int) -> tuple[dict[fx.Node, int], li
     size, found, cuts = sizes[dim] // ranks, {}, []
     for user in node.users:
         if user.target in _SPLITS:
-            given = _given(user)
+            given = given_by(user)
             wanted = given.get("split_size", given.get("split_sizes"))
             if given["dim"] == dim and wanted in (size, [size] * ranks):
                 cuts.append(user)
                 found.update({p: _args(p)[1] for p in user.users if is_getitem(p)})
         elif user.target is _ATEN.slice.Tensor:
-            given = _given(user)
+            given = given_by(user)
             begin = given["start"] or 0
             if given["dim"] == dim and _sizes(user)[dim] == size and begin % size == 0:
                 found[user] = begin // size
@@ -320,7 +304,7 @@ def _joined(cat: fx.Node, pieces: dict[fx.Node, int], ranks: int) -> bool:
 
 def _dim_of(cat: fx.Node) -> int:
     """Along which dimension tensors are joined."""
-    dim, dims = int(_given(cat)["dim"]), int(cat.meta["val"].ndim)
+    dim, dims = int(given_by(cat)["dim"]), int(cat.meta["val"].ndim)
     return dim % dims
 
 
@@ -402,8 +386,7 @@ def _shows(node: fx.Node) -> bool:
 def _multiplies(user: fx.Node, matrix: fx.Node) -> bool:
     if user.target not in PRODUCTS:
         return False
-    product = Product(user)
-    return product.given[product.lhs] is matrix and user.all_input_nodes.count(matrix) == 1
+    return given_by(user)[lhs_of(user)] is matrix and user.all_input_nodes.count(matrix) == 1
 
 
 def _behind(wait: fx.Node) -> set[fx.Node]:
@@ -428,9 +411,9 @@ def raised(
         before: A node.
         order: ``{node: its position}``.
     """
-    product = Product(user)
+    given = given_by(user)
     found: set[fx.Node] = set()
-    more = [n for name, n in product.nodes.items() if name != product.lhs]
+    more = [x for name, x in given.items() if isinstance(x, fx.Node) and name != lhs_of(user)]
     while more:
         node = more.pop()
         if node in behind:

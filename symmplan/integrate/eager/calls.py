@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from symmplan.capture.c10d import Functional
-    from symmplan.capture.graphs import Value
+    from symmplan.capture.graphs import Path, Value
     from symmplan.capture.sites import Site
     from symmplan.integrate.eager.faults import Faults
     from symmplan.integrate.eager.schedule import Event
-    from symmplan.runtime.lower import Launched
+    from symmplan.runtime.lower import Staged
     from symmplan.runtime.program import PlacedCall
 
 __all__ = ["EagerMachine", "counted", "settle"]
@@ -189,11 +189,11 @@ def settle(event: Event, faults: Faults) -> Callable[[Any, Any, Any], Any]:
             where = place.data_ptr(), place.stride()
             machine.do(functools.partial(_check_place, event, site, *where), given)
             machine.bound[given] = place
-        launched = launch(placed, machine, bound)
+        results, staged = launch(placed, machine, bound)
         if event.form is None:
-            result = _results(placed, machine, launched)
+            result = _results(placed, machine, results, staged)
         else:
-            result = event.form.results(_work(placed, event.form, machine, launched, faults))
+            result = event.form.results(_work(placed, event.form, machine, staged, faults))
     machine.acts(event.after)
     run = event.run = machine.function(result)
     for lease in (*event.leased.values(), *event.leaving.values()):
@@ -228,7 +228,7 @@ def _memory(event: Event, machine: EagerMachine) -> CallValue:
 
 
 def _work(
-    call: PlacedCall, form: Functional, machine: EagerMachine, launched: Launched, faults: Faults
+    call: PlacedCall, form: Functional, machine: EagerMachine, staged: Staged, faults: Faults
 ) -> Any:
     """The box of the work that a ``c10d::`` call returns.
 
@@ -236,14 +236,14 @@ def _work(
     """
     event = machine.event
     if not event.pends:
-        if machine.work is not None and (call.engine or any(s.writes for s in launched.staged)):
+        if machine.work is not None and (call.engine or any(s.writes for s in staged)):
             machine.do(_wait, machine.work)
-        _copy_back(call, machine, launched)
+        _copy_back(call, machine, staged)
         if machine.work is None:
             return works.finished().boxed()
         return machine.do(_boxed, machine.work)
     behind = EagerMachine(event)
-    _copy_back(call, behind, launched)
+    _copy_back(call, behind, staged)
     back = behind.function()
 
     def pending(work: Any, written: torch.Tensor, args: Any, kwargs: Any) -> Any:
@@ -268,10 +268,12 @@ def _boxed(work: Any) -> Any:
     return works.finished().boxed() if work is None else work.boxed()
 
 
-def _results(call: PlacedCall, machine: EagerMachine, launched: Launched) -> Any:
+def _results(
+    call: PlacedCall, machine: EagerMachine, results: dict[Path, Any], staged: Staged
+) -> Any:
     """The tensors that the program gets from an op: copies of those that leave."""
-    event, results, back = machine.event, dict(launched.results), machine.staged
-    _copy_back(call, machine, launched)
+    event, back = machine.event, machine.staged
+    _copy_back(call, machine, staged)
     for site in call.sites:
         if site.leaves and site.path not in event.leaving:
             machine.doing(call.copy("copy out", site))
@@ -291,9 +293,9 @@ def _staged_or_own(result: Any, *back: tuple[torch.Tensor, torch.Tensor]) -> Any
     return next((source for view, source in back if result is view), result)
 
 
-def _copy_back(call: PlacedCall, machine: EagerMachine, launched: Launched) -> None:
+def _copy_back(call: PlacedCall, machine: EagerMachine, staged: Staged) -> None:
     """Bring what the op wrote in staged arguments to where the program has it."""
-    for site, (view, source) in launched.staged.items():
+    for site, (view, source) in staged.items():
         if site.writes:
             machine.doing(call.copy("copy back", site))
             if call.spec.asynchronous and machine.event.form is None:

@@ -11,7 +11,7 @@ from parallel_blocks import blocks, late, shards, trained
 from ranks import pool_of
 
 import symmplan
-from symmplan.runtime.pipeline_cases import PipelineCase
+from symmplan.runtime.pipeline_cases import PipelineCase, numels_of
 from symmplan.torch_private import works
 
 pytestmark = pytest.mark.ranks
@@ -112,9 +112,8 @@ def test_nothing_is_pipelined_where_that_was_not_asked_for(pair):
 def test_what_is_timed_fits_and_keeps_what_it_is_about(gathers, largest):
     """Products take as long for each byte that is sent as the whole ones do."""
     sizes = {"rows": 8192, "columns": 4096, "widths": (8192, 2048) if gathers else (6144,)}
-    case = PipelineCase.of(
-        gathers=gathers, memory="shm", group="0", ranks=2, dtype="bfloat16", **sizes
-    )
+    facts = {"op": "", "memory": "shm", "group": "0", "ranks": 2, "dtype": "bfloat16"}
+    case = PipelineCase(**facts, **sizes, numels=numels_of(**sizes), gathers=gathers)
     part = case.part(largest)
     assert max(part.sizes()) <= largest or (part.rows, part._narrowest) == (1, 1)
     if gathers:
