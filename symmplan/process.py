@@ -161,8 +161,9 @@ class Process:
     #: The simulated `World`: written by `symmplan.simulate`, read by all that asks peers or memory.
     #: A child is in the midst of it.
     world: Any = field(default=None, metadata=_INHERITED)
-    #: The `_Check` of a step that is being checked: written by `check`, read at every launch.
-    check: Any = None
+    #: What a step that is being checked has launched, and why not as planned; None outside a check:
+    #: written by `check`, read at every launch.
+    launched: Any = None
     #: The dispatch modes that report accesses, the innermost last: written by `Watching`, read
     #: where ops run past the modes. A child is in the midst of them.
     watching: list[Any] = field(factory=list, metadata=_INHERITED)

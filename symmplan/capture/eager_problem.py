@@ -25,14 +25,13 @@ from symmplan.capture.streams import MAIN, unordered, with_streams
 from symmplan.model import Access, Operation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
     from torch import fx
 
     from symmplan.capture.eager import Recorder, Storage
     from symmplan.capture.producers import Write
-    from symmplan.model import OpSpec, Requirement
 
 __all__ = ["capture_recorded"]
 
@@ -43,40 +42,27 @@ _Moment: TypeAlias = tuple[int, str]
 def capture_recorded(
     recorder: Recorder,
     *,
-    lookup: Callable[[Any], OpSpec | None],
     producer: Callable[[fx.Node, Callable[[fx.Node], Write | None]], Write | None],
-    skip: Callable[[OpSpec, Requirement], str | None],
-    anywhere: Callable[[OpSpec, Requirement], bool] = lambda _spec, _requirement: False,
-    default_group: str | None = None,
-    refused: Mapping[fx.Node, str] | None = None,
-    slower: Collection[fx.Node] = (),
+    refused: Mapping[fx.Node, str],
+    **others: Any,
 ) -> Captured:
     """End a recording, if that was not done, and capture it.
 
     Args:
         recorder: The recording.
-        lookup: As for `capture_fx`.
-        producer: The same; its second argument asks for what the program says of a node.
-        skip: As for `capture_fx`.
-        anywhere: As for `capture_fx`.
-        default_group: As for `capture_fx`.
-        refused: Ops that are not placed, and why, whatever the others say.
-        slower: As for `capture_fx`.
+        producer: As for `capture_fx`; its second argument asks for what the program says of a node.
+        refused: As for `capture_fx`.
+        others: More arguments of `capture_fx`.
 
     Collective: no.
     """
     recorder.close()
-    refused = dict(refused or {})
     while True:
         captured = capture_fx(
             recorder.graph,
-            lookup=lookup,
             producer=lambda node: producer(node, recorder.writes.get),
-            skip=skip,
-            anywhere=anywhere,
             refused=refused,
-            slower=slower,
-            default_group=default_group,
+            **others,
         )
         captured = _in_time(recorder, captured)
         reasons = unordered(captured.problem)

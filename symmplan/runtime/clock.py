@@ -81,10 +81,7 @@ class Clock:
         self._timeout = timeout
         self._look: Callable[[], None] = _nothing
         # Runs what it is given in a thread of its own, while there are peers.
-        self._work: (
-            queue.SimpleQueue[tuple[futures.Future[float], Callable[[], float]] | None] | None
-        )
-        self._work = None
+        self._work: _Work | None = None
         # The program's own random numbers must not change, and zeros take less power.
         generator = torch.Generator(device).manual_seed(0)
         self._a, self._b, self._out = (

@@ -11,6 +11,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from attrs import define, field
+
 from symmplan.capture.steps import plan_poison
 from symmplan.coordination.groups import resolve_groups
 from symmplan.memory.topology import served
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Fitting"]
 
 
+@define(eq=False, slots=False)
 class Fitting:
     """A program that is captured again until its placements fit.
 
@@ -49,21 +52,13 @@ class Fitting:
         chosen: How its collectives run.
     """
 
-    def __init__(
-        self,
-        capture: Callable[..., Captured],
-        lowerings: Lowerings,
-        device: torch.device,
-        preparation: Preparation,
-        refused: Mapping[fx.Node, str] | None = None,
-    ) -> None:
-        self.chosen: Chosen[fx.Node] = Chosen()
-        self.lowerings = lowerings
-        self._capture = capture
-        self._device = device
-        self._preparation = preparation
-        self._refused = dict(refused or {})
-        self._kinds: dict[fx.Node, Hashable] = {}
+    _capture: Callable[..., Captured]
+    lowerings: Lowerings
+    _device: torch.device
+    _preparation: Preparation
+    _refused: Mapping[fx.Node, str] = field(factory=dict)
+    chosen: Chosen[fx.Node] = field(init=False, factory=Chosen)
+    _kinds: dict[fx.Node, Hashable] = field(init=False, factory=dict)
 
     @cached_property
     def whole(self) -> Captured:

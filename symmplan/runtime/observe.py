@@ -32,7 +32,7 @@ from symmplan.runtime.options import function
 from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 
 __all__ = [
@@ -259,36 +259,17 @@ class Checked:
 # ---- the check ----------------------------------------------------------------------------------
 
 
-class _Check:
-    """The check that is going on: which collectives were launched so far."""
-
-    def __init__(self) -> None:
-        self.expected: list[Expected] = []
-        self.reasons: dict[int, str] = {}
-
-    @contextlib.contextmanager
-    def launching(self, expected: Expected, reason: str) -> Iterator[None]:
-        number = next((i for i, e in enumerate(self.expected) if e is expected), None)
-        if number is None:
-            number = len(self.expected)
-            self.expected.append(expected)
-        if reason:
-            self.reasons[number] = reason
-        with torch.profiler.record_function(f"{_MARK}{number}"):
-            yield
-
-
 _NOTHING = contextlib.nullcontext()
 
 
 def checking() -> bool:
     """Whether a step is being checked."""
-    return PROCESS.check is not None
+    return PROCESS.launched is not None
 
 
 def launching(
     expected: Expected | None, reason: str = ""
-) -> contextlib.AbstractContextManager[None]:
+) -> contextlib.AbstractContextManager[Any]:
     """Mark launches inside as those of a planned collective. Costs nothing outside a check.
 
     Args:
@@ -296,10 +277,15 @@ def launching(
             call; None if it was not planned.
         reason: Why it will not run as planned, if that is known.
     """
-    check: _Check | None = PROCESS.check
-    if check is None or expected is None:
+    launched = PROCESS.launched
+    if launched is None or expected is None:
         return _NOTHING
-    return check.launching(expected, reason)
+    number = next((i for i, (e, _) in enumerate(launched) if e is expected), len(launched))
+    if number == len(launched):
+        launched.append((expected, reason))
+    elif reason:
+        launched[number] = (expected, reason)
+    return torch.profiler.record_function(f"{_MARK}{number}")
 
 
 def launching_from(calls: Sequence[Expected]) -> contextlib.AbstractContextManager[Any]:
@@ -356,21 +342,22 @@ def check(step: Callable[[], Any], device: torch.device | None) -> Checked:
             if device is None
             else "check one step after the other",
         )
-    now = PROCESS.check = _Check()
+    launched: list[tuple[Expected, str]] = []
+    PROCESS.launched = launched
     try:
         profile = profiled(step, cuda=device.type == "cuda")
     finally:
-        PROCESS.check = None
+        PROCESS.launched = None
     marks: dict[int, list[tuple[int, int]]] = {}
     for name, begin, end in profile.host:
         if name.startswith(_MARK):
             marks.setdefault(int(name.removeprefix(_MARK)), []).append((begin, end))
-    groups = resolve_groups(e.group for e in now.expected)
+    groups = resolve_groups(expected.group for expected, _ in launched)
     of = known({n: g.process_group for n, g in groups.items()}, device)
     return Checked(
         tuple(
-            _seen(e, profile, marks.get(i, ()), of.get(e.group), now.reasons.get(i))
-            for i, e in enumerate(now.expected)
+            _seen(expected, profile, marks.get(i, ()), of.get(expected.group), reason)
+            for i, (expected, reason) in enumerate(launched)
         )
     )
 
@@ -380,7 +367,7 @@ def _seen(
     profile: Profile,
     marks: Sequence[tuple[int, int]],
     topology: Topology | None,
-    known_reason: str | None,
+    known_reason: str,
 ) -> Seen:
     def inside(moment: int | None) -> bool:
         return moment is not None and any(begin <= moment <= end for begin, end in marks)

@@ -159,11 +159,7 @@ def cases_of(
         levels: The groups that are served in two levels.
     """
     flops = flops_beside(list(rows))
-    cases = {n: _case(captured, n, row, memory, ranks, flops[n]) for n, row in rows.items()}
-    cases = {
-        n: evolve(case, algorithms=("two-level",)) if case.group in levels else case
-        for n, case in cases.items()
-    }
+    cases = {n: _case(captured, n, row, memory, ranks, levels, flops[n]) for n, row in rows.items()}
     groups = {n: case.group for n, case in cases.items()}
     found = concurrent_with(captured, groups, {n: (c, c.nbytes) for n, c in cases.items()})
     return {
@@ -178,6 +174,7 @@ def _case(
     row: Lowering,
     memory: str,
     ranks: Mapping[str, int],
+    levels: Collection[str],
     flops: float,
 ) -> OpCase:
     sites = captured.at(node)
@@ -191,9 +188,11 @@ def _case(
     fakes = [n.meta["val"] for n in inputs]
     group = captured.groups[node]
     assert spec.group is not None  # collectives name theirs
-    algorithms: tuple[AlgorithmName, ...] = (
-        ("symmetric", "copy engine") if row.engine else ("symmetric",)
-    )
+    algorithms: tuple[AlgorithmName, ...] = ("symmetric",)
+    if group in levels:
+        algorithms = ("two-level",)
+    elif row.engine:
+        algorithms = ("symmetric", "copy engine")
     return OpCase(
         op=spec.op,
         memory=memory,

@@ -180,7 +180,7 @@ def _calls(
             paths=tuple(path for _, path in captured.values.of_node(node)),
             results={**made.get(node, {}), **results},
             prefix=captured.prefix,
-            expected=_expected(captured, node, row, lowerings.memory, group, chosen),
+            expected=_expected(captured, node, row, lowerings.memory, chosen),
         )
     return found
 
@@ -190,7 +190,6 @@ def _expected(
     node: fx.Node,
     row: Lowering | None,
     memory: str,
-    group: str,
     chosen: Chosen[fx.Node],
 ) -> Expected | None:
     overload = overload_of(node.target)
@@ -203,7 +202,7 @@ def _expected(
     return Expected(
         name=captured.prefix + node.name,
         op=captured.specs[node].op,
-        group=group,
+        group=captured.groups[node],
         memory=memory,
         nbytes=sum((bound_of(f.numel()) or 0) * f.element_size() for f in fakes),
         dtype=str(fakes[0].dtype).removeprefix("torch."),

@@ -105,14 +105,10 @@ def read_table(path: str) -> Table:
         OptionError: There is no such file, or it is no table.
     """
     found: Table | None = PROCESS.tables.get(path)
-    if found is None:
-        found = PROCESS.tables[path] = _read(path)
-    return found
-
-
-def _read(path: str) -> Table:
+    if found is not None:
+        return found
     try:
-        return _table(json.loads(Path(path).read_text(encoding="utf-8")))
+        found = PROCESS.tables[path] = _table(json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it has another format"
         raise OptionError(
@@ -121,6 +117,7 @@ def _read(path: str) -> Table:
             got=f"{type(error).__name__}: {error}",
             fix=f"write it with: symmplan bench comm --device cuda -o {path}",
         ) from error
+    return found
 
 
 def _table(data: Any) -> Table:

@@ -128,35 +128,24 @@ class PinnedInputs:
             raise released()
         copies: list[RunCopy] = []
         for key, kept in inputs.items():
-            if address_of(args[kept.index]) != self._places[key].address:
-                self._admit(part, args, key, kept, copies)
+            place, name = self._places[key], key[0]
+            if address_of(args[kept.index]) == place.address:
+                continue
+            copy, reason = place.admit(args[kept.index], written=kept.written)
+            at = (id(self), part, name)
+            if copy is not None:
+                copies.append(copy)
+                args[kept.index] = copy.placed
+                self.pool.missed += 1
+                self.pool.away[at] = (f"{part}.{name}", kept.op, kept.where, reason)
+                continue
+            self.pool.away.pop(at, None)
+            if self.device.type == "cuda":
+                # The old memory may belong to another stream.
+                torch.cuda.current_stream(self.device).synchronize()
         if copies:
             check_others(copies, args)
         return copies
-
-    def _admit(
-        self,
-        part: str,
-        args: list[Any],
-        key: tuple[str, str],
-        kept: Kept,
-        copies: list[RunCopy],
-    ) -> None:
-        copy, reason = self._places[key].admit(args[kept.index], written=kept.written)
-        name, row = key[0], None
-        if copy is not None:
-            copies.append(copy)
-            args[kept.index] = copy.placed
-            row = (f"{part}.{name}", kept.op, kept.where, reason)
-        elif self.device.type == "cuda":
-            # The old memory may belong to another stream.
-            torch.cuda.current_stream(self.device).synchronize()
-        at = (id(self), part, name)
-        if row is None:
-            self.pool.away.pop(at, None)
-        else:
-            self.pool.missed += 1
-            self.pool.away[at] = row
 
     def leave(self, copies: Sequence[RunCopy], results: Any) -> Any:
         """After a part ran: end its copies. Returns the results as they would be without them."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from attrs import define, field
 
 from symmplan.capture.c10d import NAMES, reader_of
 from symmplan.coordination.own import in_own_work
@@ -38,6 +39,7 @@ __all__ = ["Cursor", "declared_names", "install", "overload_name"]
 _FRONTS = ("_c10d_functional_autograd", "_dtensor")
 
 
+@define(eq=False)
 class Cursor:
     """Where in the schedule the program is.
 
@@ -54,18 +56,11 @@ class Cursor:
         at: Which call comes next.
     """
 
-    def __init__(
-        self,
-        serve: _Serve,
-        waited: _Waited | None,
-        roles: Roles,
-        is_program: Callable[[], bool],
-    ) -> None:
-        self._serve: _Serve | None = serve
-        self._is_program = is_program
-        self.waited = waited
-        self.roles = roles
-        self.at = 0
+    _serve: _Serve | None
+    waited: _Waited | None
+    roles: Roles
+    _is_program: Callable[[], bool]
+    at: int = field(init=False, default=0)
 
     def caught(self) -> _Serve | None:
         """What runs the call that comes now; None if it is none of the program's."""

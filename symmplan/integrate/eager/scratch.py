@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from attrs import define, field
+
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import own_work
 from symmplan.memory import realize
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["ScratchMemory"]
 
 
+@define(eq=False)
 class ScratchMemory:
     """See [Note: scratch] in `symmplan.capture.apart`.
 
@@ -32,12 +35,11 @@ class ScratchMemory:
         memory: Name of the memory backend; None if ops run on ordinary memory.
     """
 
-    def __init__(self, device: torch.device, timeout: float) -> None:
-        self.memory: str | None = None
-        self._device = device
-        self._timeout = timeout
-        self._arenas: dict[Any, Arena] = {}
-        self._running: list[tuple[Arena, str]] = []
+    _device: torch.device
+    _timeout: float
+    memory: str | None = field(init=False, default=None)
+    _arenas: dict[Any, Arena] = field(init=False, factory=dict)
+    _running: list[tuple[Arena, str]] = field(init=False, factory=list)
 
     def serves(self, spec: OpSpec) -> bool:
         """Whether the op may need symmetric memory to run at all."""
