@@ -83,17 +83,17 @@ def attempt(
     timeout: float,
     *,
     undo: Callable[[_Made], None],
-) -> tuple[_Made, None] | tuple[None, Refusal]:
+) -> tuple[_Made | None, Refusal | None]:
     """Make something on all ranks, or on none. See [Note: together or not at all].
 
     Args:
         make: Makes it. If it raises, it has freed what it made.
         groups: ``{name: process group}`` of all who take part.
         timeout: Seconds that ranks wait for each other.
-        undo: Gives it back.
+        undo: Gives it back, unless it is None.
 
     Returns:
-        What was made, or why it cannot be.
+        What was made, and None; or why it cannot be.
 
     Raises:
         SymmplanError: ``make`` raised it, and it is no lack of memory.
@@ -101,10 +101,10 @@ def attempt(
     Collective: yes, over those groups.
     """
     members = resolve_groups(groups, groups)
-    made: list[_Made] = []
+    made: _Made | None = None
     failed: BaseException | None = None
     try:
-        made.append(make())
+        made = make()
     except BaseException as error:  # noqa: BLE001 (raised again below)
         failed = error
         # Also who was told by a peer: others may have passed that, and wait further on.
@@ -127,13 +127,13 @@ def attempt(
         ending.finish()
     except BaseException as error:  # noqa: BLE001 (raised again, or what was there before)
         ending.fail(error)
-        for each in made:
-            undo(each)
+        if made is not None:
+            undo(made)
         raise (error if failed is None else failed) from None
     if refusal is None:
-        return made[0], None
-    for each in made:
-        undo(each)
+        return made, None
+    if made is not None:
+        undo(made)
     return None, evolve(refusal, first=all(g.rank == 0 for g in members.values()))
 
 

@@ -21,6 +21,7 @@ from attrs import evolve, field, frozen
 
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
+from symmplan.memory.device_memory import empty_cache
 from symmplan.memory.torch_symm import SPLIT_WORDS
 from symmplan.model import Algorithm
 from symmplan.runtime.choice import DEMOTED
@@ -229,12 +230,13 @@ def _learn(
     Collective: yes, over the groups of the plan, where something is new or ``planned`` is given.
     """
     if program:
-        gone = [c for c in program if _runs_on_engines(c, groups) and not asked(groups[c.group])]
+        engines = (c for c in program if _algorithm_of(c, groups) == "copy engine")
+        gone = [c for c in engines if not asked(groups[c.group])]
         ask = {c.group: groups[c.group] for c in (*_with_concurrent(new), *gone)}
     else:
         ask = {} if all(map(asked, groups.values())) else dict(groups)
     # What may be placed: the plan is agreed over these.
-    known = {c.group: groups[c.group] for c in program if _may_be_placed(c, groups)}
+    known = {c.group: groups[c.group] for c in program if _algorithm_of(c, groups) != "ordinary"}
     together = {**known, **planned, **ask} if program else ask
     if not ask and (not planned or len(together) < 2):
         return
@@ -247,7 +249,10 @@ def _learn(
                 return
             timeout = preparation.options.timeout
             given = functools.partial(measure, memory=memory, device=device, timeout=timeout)
-            if ask and not thread.submit(given, new, program, ask).result():
+            if ask and thread.submit(given, new, program, ask).result():
+                if new:  # what they were measured on is not the program's
+                    thread.submit(empty_cache, device).result()
+            elif ask:
                 for case in new:
                     choices_of(groups[case.group])[case] = _unmeasurable(case)
             if len(together) > 1:
@@ -290,11 +295,7 @@ def _settle(
             choices_of(groups[case.group])[case] = chosen_by(known[case], seconds, case, device)
 
 
-def _may_be_placed(case: Case, groups: Mapping[str, Any]) -> bool:
+def _algorithm_of(case: Case, groups: Mapping[str, Any]) -> AlgorithmName:
+    """The measured algorithm of a case; ordinary while there is none."""
     choice = choices_of(groups[case.group]).get(case)
-    return choice is not None and choice.placed
-
-
-def _runs_on_engines(case: Case, groups: Mapping[str, Any]) -> bool:
-    choice = choices_of(groups[case.group]).get(case)
-    return choice is not None and choice.algorithm == "copy engine"
+    return "ordinary" if choice is None else choice.algorithm

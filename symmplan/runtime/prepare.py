@@ -175,13 +175,8 @@ class Preparation:
 
         Collective: yes, over those groups, if there is no `refusal` before; and as ``make``.
         """
-
-        def undone(made: _Made) -> None:
-            if made is not None:
-                undo(made)
-
         if self.refusal is None:
-            made, refusal = attempt(make, groups, self.options.timeout, undo=undone)
+            made, refusal = attempt(make, groups, self.options.timeout, undo=undo)
             if refusal is None:
                 return made  # type: ignore[return-value]
             self.refuse(refusal)

@@ -83,6 +83,8 @@ def measure(
 ) -> bool:
     """Time collectives by every algorithm there is, and let the slowest rank count.
 
+    What it took is free when it returns; torch's allocator may have it cached.
+
     Args:
         cases: What is timed. Without any, ranks only meet the groups' copy engines.
         program: All kinds of collectives of the program.
@@ -102,21 +104,6 @@ def measure(
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    measured = _measured(cases, program, groups, memory, device, timeout)
-    if cases and measured:  # what it was measured on is not the program's
-        empty_cache(device)
-    return measured
-
-
-def _measured(
-    cases: Sequence[Case],
-    program: Iterable[Case],
-    groups: Mapping[str, Any],
-    memory: str,
-    device: torch.device,
-    timeout: float,
-) -> bool:
-    """As `measure`; what it took is free when it returns. Collective: yes, over those groups."""
     leader = leaders(groups)
     together: dict[str, list[Case]] = {name: [] for name in dict.fromkeys(leader.values())}
     for case in cases:
