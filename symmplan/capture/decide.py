@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 from torch import fx
 
 from symmplan.capture.bounds import bound, bounded, contiguous, known, sources
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture.producers import Write
 
-__all__ = ["Decider", "Request", "requests_of"]
+__all__ = ["Decider", "sites_of"]
 
 _SHUNNED = "an op whose own argument is left out uses it, too"
 
@@ -53,28 +53,14 @@ def _element(where: str, path: Path) -> str:
     return ".".join([where, *map(str, path)])
 
 
-@frozen(eq=False)
-class Request:
-    """A requirement, and the tensor it is about: a site of which nothing is decided yet."""
+def sites_of(node: fx.Node, spec: OpSpec, values: Values) -> Iterator[Site]:
+    """The requirements of one op, each with the tensors that it is about; nothing is decided yet.
 
-    site: Site
-    spec: OpSpec
-    group: str
-    requirement: Requirement
-
-    @property
-    def node(self) -> fx.Node:
-        """The declared op's node."""
-        return self.site.node
-
-    @property
-    def value(self) -> Value:
-        """The tensor."""
-        return self.site.value
-
-
-def requests_of(node: fx.Node, spec: OpSpec, group: str, values: Values) -> Iterator[Request]:
-    """The requirements of one op over a group, each matched with the tensors it is about."""
+    Args:
+        node: Its node.
+        spec: Its declaration.
+        values: The graph's tensors.
+    """
     overload = overload_of(node.target)
     assert overload is not None
     bound = bind_arguments(overload, node.args, node.kwargs)
@@ -85,29 +71,30 @@ def requests_of(node: fx.Node, spec: OpSpec, group: str, values: Values) -> Iter
             for path, _ in tensor_leaves(values.fakes.get(node)):
                 if index is not None and path[:1] != (index,):
                     continue
-                site = Site(node, head, path, "result", source=node, path=path, writes=True)
-                yield Request(site, spec, group, requirement)
+                yield Site(node, head, path, "result", node, requirement, path=path, writes=True)
             continue
         for path, source in argument_nodes(bound.get(head)):
             for value_path, _ in tensor_leaves(values.fakes.get(source)):
-                site = Site(
+                yield Site(
                     node,
                     head,
                     (*path, *value_path),
                     "argument",
-                    source=source,
+                    source,
+                    requirement,
                     path=value_path,
                     writes=head in mutated,
                 )
-                yield Request(site, spec, group, requirement)
 
 
 @define(eq=False)
 class Decider:
-    """Decides request by request. Its arguments are those of `capture_fx`."""
+    """Decides site by site. Its arguments are those of `capture_fx`."""
 
     prefix: str
     values: Values
+    specs: dict[fx.Node, OpSpec]
+    groups: Mapping[fx.Node, str]
     escaping: set[Value]  # representatives of the storages that leave the graph
     waits: dict[fx.Node, dict[Path, fx.Node]]  # of asynchronous nodes, by path of the result
     producer: Callable[[fx.Node], Write | None]
@@ -137,21 +124,21 @@ class Decider:
         self._classes = self.values.classes()
         self._symbols = sources(self.values.graph)
 
-    def decide(self, requests: Sequence[Request], given: Mapping[fx.Node, Buffer]) -> None:
+    def decide(self, sites: Sequence[Site], given: Mapping[fx.Node, Buffer]) -> None:
         """All results before all arguments, in graph order; ``given`` lies there already."""
         for node, buffer in given.items():
             root = self.values.find((node, ()))
             self.placed_storages.setdefault(root, PlacedStorage(buffer.name, node, (), "given"))
             self.buffers[buffer.name] = buffer
         for kind, decide in (("result", self._result), ("argument", self._argument)):
-            for request in requests:
-                if request.site.kind != kind:
+            for site in sites:
+                if site.kind != kind:
                     continue
-                reason = self._unplaceable(request)
+                reason = self._unplaceable(site)
                 if reason is None:
-                    decide(request)
+                    decide(site)
                 else:
-                    self._leave_out(request, reason)
+                    self._leave_out(site, reason)
 
     def misplaced(self) -> frozenset[Value]:
         """Storages in placements that an op uses whose argument was left out.
@@ -166,28 +153,29 @@ class Decider:
         given = {root for root, placed in placed_storages.items() if placed.write == "given"}
         return frozenset(r for r in self._left - given if self.buffer_of(r) is not None)
 
-    def _leave_out(self, request: Request, reason: str) -> None:
-        if request.site.kind == "argument" and request.spec.origin != "catalogue":
-            self._left.add(self.values.find(request.value))
-        nbytes = bound(self.values.tensors[request.value].untyped_storage().nbytes())
-        name = f"{self.prefix}{request.value[0].name}"
-        slower = request.node in self.slower
-        needed = not (slower or self.anywhere(request.spec, request.requirement))
-        about = (name, request.spec.op, request.site.where, reason, nbytes)
+    def _leave_out(self, site: Site, reason: str) -> None:
+        spec = self.specs[site.node]
+        if site.kind == "argument" and spec.origin != "catalogue":
+            self._left.add(self.values.find(site.value))
+        nbytes = bound(self.values.tensors[site.value].untyped_storage().nbytes())
+        name = f"{self.prefix}{site.value[0].name}"
+        slower = site.node in self.slower
+        needed = not (slower or self.anywhere(spec, site.requirement))
+        about = (name, spec.op, site.where, reason, nbytes)
         self.unplanned.append(Unplanned(*about, needed=needed))
-        self.sites.append(evolve(request.site, reason=reason))
+        self.sites.append(evolve(site, reason=reason))
 
-    def _place(self, request: Request, how: How, buffer: str, reason: str = "") -> None:
-        self.sites.append(evolve(request.site, how=how, buffer=buffer, reason=reason))
+    def _place(self, site: Site, how: How, buffer: str, reason: str = "", **facts: Any) -> None:
+        self.sites.append(evolve(site, how=how, buffer=buffer, reason=reason, **facts))
 
-    def _unplaceable(self, request: Request) -> str | None:
+    def _unplaceable(self, site: Site) -> str | None:
         """Why no tensor like this can be placed, or None."""
-        reason = self.refused.get(request.node) or self.skip(request.spec, request.requirement)
+        reason = self.refused.get(site.node) or self.skip(self.specs[site.node], site.requirement)
         if reason is not None:
             return reason
-        if request.node in self.waits and not self.waits[request.node]:
+        if site.node in self.waits and not self.waits[site.node]:
             return "nobody in the graph waits for the op, so it may still run after the graph"
-        fake = self.values.tensors[request.value]
+        fake = self.values.tensors[site.value]
         if type(fake).__name__ not in ("FakeTensor", "Tensor", "Parameter"):
             return f"is a {type(fake).__name__}, not a plain tensor"
         if self.device is not None and fake.device != self.device:
@@ -203,7 +191,7 @@ class Decider:
             return "it has no elements"
         return None
 
-    def _buffer(self, request: Request, name: str, value: Value, *, whole: bool) -> Buffer:
+    def _buffer(self, site: Site, name: str, value: Value, *, whole: bool) -> Buffer:
         fake = self.values.tensors[value]
         numel = fake.numel() * fake.element_size()
         nbytes = bound(fake.untyped_storage().nbytes() if whole else numel)
@@ -211,30 +199,30 @@ class Decider:
         buffer = Buffer(
             name=self.prefix + name,
             nbytes=nbytes,
-            group=request.group,
-            align=request.requirement.align,
-            signal_pad=request.requirement.signal_pad,
-            op=request.spec.op,
-            where=request.site.where,
+            group=self.groups[site.node],
+            align=site.requirement.align,
+            signal_pad=site.requirement.signal_pad,
+            op=self.specs[site.node].op,
+            where=site.where,
             dtype=str(fake.dtype).removeprefix("torch."),
             shape=tuple(bound(size) or 0 for size in fake.shape),
-            label=label_of(value[0], request.node),
+            label=label_of(value[0], site.node),
         )
         self.buffers[buffer.name] = buffer
         return buffer
 
-    def _result(self, request: Request) -> None:
-        value = request.value
+    def _result(self, site: Site) -> None:
+        value, spec = site.value, self.specs[site.node]
         root = self.values.find(value)
         if self._origin(root) != value:
             return  # an in-place op returns its argument, whose own site speaks for it
         name = _element(value[0].name, value[1])
-        if request.spec.origin == "catalogue" and not contiguous(self.values.tensors[value]):
-            self._leave_out(request, "it is not contiguous")
+        if spec.origin == "catalogue" and not contiguous(self.values.tensors[value]):
+            self._leave_out(site, "it is not contiguous")
             return
-        copied = self._why_copied(request)
+        copied = self._why_copied(site)
         if copied is not None and value[0] in self.waits:
-            self._leave_out(request, f"{copied}, and a copy would not wait for it")
+            self._leave_out(site, f"{copied}, and a copy would not wait for it")
             return
         reason = None
         if root in self.escaping:
@@ -245,21 +233,20 @@ class Decider:
             reason = _SHUNNED
         if reason is not None:
             if not self._only_waited(value):
-                self._leave_out(request, f"{reason}, and it is used other than through one wait")
+                self._leave_out(site, f"{reason}, and it is used other than through one wait")
                 return
-            buffer = self._buffer(request, f"{name}:result", value, whole=True)
-            self._place(request, "stage", buffer.name, reason)
+            buffer = self._buffer(site, f"{name}:result", value, whole=True)
+            self._place(site, "stage", buffer.name, reason)
             return
-        buffer = self._buffer(request, name, value, whole=True)
+        buffer = self._buffer(site, name, value, whole=True)
         self.placed_storages[root] = PlacedStorage(buffer.name, value[0], value[1], "declared")
         how: How = "bind" if copied is None else "stage"
-        site = evolve(request.site, how=how, buffer=buffer.name, reason=copied or "", stays=True)
-        self.sites.append(site)
+        self._place(site, how, buffer.name, copied or "", stays=True)
 
-    def _why_copied(self, request: Request) -> str | None:
+    def _why_copied(self, site: Site) -> str | None:
         """Why a result is copied into its placement, or None if the op writes it there."""
-        spec = request.spec
-        if spec.out is not None or self.producer(request.node) == "declared":
+        spec = self.specs[site.node]
+        if spec.out is not None or self.producer(site.node) == "declared":
             return None
         if spec.origin == "catalogue":  # how those run is up to whoever runs them
             return None
@@ -278,39 +265,38 @@ class Decider:
             readers = [n for n in value[0].users if is_getitem(n) and n.args[1] == value[1][0]]
         return {user for n in readers for user in n.users} == {ends.get(value[1])}
 
-    def _argument(self, request: Request) -> None:
-        root = self.values.find(request.value)
-        reason, by_producer = self._why_stage(request, root), False
+    def _argument(self, site: Site) -> None:
+        root = self.values.find(site.value)
+        reason, by_producer = self._why_stage(site, root), False
         if reason is None and root not in self.placed_storages and self._is_made_here(root):
             reason = self._why_not_written(root)
             by_producer = reason is not None
         if reason is None:
-            name = self.buffer_of(root) or self._settle(request, root)
-            self._widen(name, request.requirement)
-            self._place(request, "bind", name)
+            name = self.buffer_of(root) or self._settle(site, root)
+            self._widen(name, site.requirement)
+            self._place(site, "bind", name)
             return
-        if request.site.writes and not self._is_last_alias(request, root):
-            self._leave_out(request, "the op writes it, and other views of it are used later")
+        if site.writes and not self._is_last_alias(site, root):
+            self._leave_out(site, "the op writes it, and other views of it are used later")
             return
-        if request.site.writes and self._is_made_here(root):
+        if site.writes and self._is_made_here(root):
             self.copied.add(root)
-        name = f"{request.node.name}.{request.site.where}"
-        buffer = self._buffer(request, name, request.value, whole=False)
-        site = evolve(request.site, how="stage", buffer=buffer.name, reason=reason)
-        self.sites.append(evolve(site, by_producer=by_producer))
+        name = f"{site.node.name}.{site.where}"
+        buffer = self._buffer(site, name, site.value, whole=False)
+        self._place(site, "stage", buffer.name, reason, by_producer=by_producer)
 
     def _write_of(self, node: fx.Node) -> Write | None:
         """How a node can write into given memory; what is left out runs as it is."""
         write = self.producer(node)
         return None if write == "declared" and node in self.refused else write
 
-    def _settle(self, request: Request, root: Value) -> str:
+    def _settle(self, site: Site, root: Value) -> str:
         """Let a storage live in a placement from its first byte; the buffer's name."""
         origin = node, path = self._origin(root)
-        buffer = self._buffer(request, _element(node.name, path), origin, whole=True)
+        buffer = self._buffer(site, _element(node.name, path), origin, whole=True)
         if node.op == "placeholder":
             index = node.graph.find_nodes(op="placeholder").index(node)
-            made = index, buffer.name, request.group, request.spec.op, request.site.where
+            made = index, buffer.name, self.groups[site.node], self.specs[site.node].op, site.where
             self.kept[root] = Kept(node, *made)
             self.buffers[buffer.name] = evolve(buffer, persistent=True)
         else:
@@ -332,25 +318,25 @@ class Decider:
         align, pad = max(have.align, requirement.align), have.signal_pad or requirement.signal_pad
         self.buffers[name] = evolve(have, align=align, signal_pad=pad)
 
-    def _why_stage(self, request: Request, root: Value) -> str | None:
+    def _why_stage(self, site: Site, root: Value) -> str | None:
         """Why the argument cannot simply lie in its placement, or None if it can."""
-        fake, placed = self.values.tensors[request.value], self.placed_storages.get(root)
+        fake, placed = self.values.tensors[site.value], self.placed_storages.get(root)
         if not contiguous(fake):
             return "it is not contiguous"
         if root in self.copied:
             return "an op before wrote a copy of it"
         if not isinstance(fake.storage_offset(), int):
             return "it begins at an offset that is not known"
-        if (fake.storage_offset() * fake.element_size()) % request.requirement.align:
-            return f"its view starts off the alignment of {request.requirement.align} bytes"
+        if (fake.storage_offset() * fake.element_size()) % site.requirement.align:
+            return f"its view starts off the alignment of {site.requirement.align} bytes"
         if placed is not None:
-            if self.buffers[placed.buffer].group != request.group:
+            if self.buffers[placed.buffer].group != self.groups[site.node]:
                 return f"its storage is symmetric over group {self.buffers[placed.buffer].group}"
             return None
         if root in self.shunned:
             return _SHUNNED
         if not self._is_made_here(root):
-            return self._why_not_kept(request, root, self._origin(root))
+            return self._why_not_kept(site, root, self._origin(root))
         if root in self.escaping:
             return "its storage leaves the graph"
         return "its aliases cannot be followed" if self._untraceable(root) else None
@@ -367,12 +353,12 @@ class Decider:
             return "its producer's result is not dense"
         return None
 
-    def _why_not_kept(self, request: Request, root: Value, origin: Value) -> str | None:
+    def _why_not_kept(self, site: Site, root: Value, origin: Value) -> str | None:
         """Why an input cannot lie in symmetric memory from run to run, or None if it can."""
         if origin[0] not in self.keep:
             return "it comes from outside the graph"
         kept = self.kept.get(root)
-        if kept is not None and kept.group != request.group:
+        if kept is not None and kept.group != self.groups[site.node]:
             return f"it comes from outside the graph and is kept for group {kept.group}"
         made = self.values.tensors[origin]
         sizes = (*made.shape, *made.stride(), made.storage_offset())
@@ -384,7 +370,7 @@ class Decider:
             return "it comes from outside the graph, and its aliases cannot be followed"
         return None
 
-    def _is_last_alias(self, request: Request, root: Value) -> bool:
+    def _is_last_alias(self, site: Site, root: Value) -> bool:
         """Whether nobody looks at a written storage through another view after the op.
 
         Such views of an input see the bytes that are copied back; those of a tensor that the graph
@@ -393,11 +379,11 @@ class Decider:
         if not self._is_made_here(root):
             return True
         order = self.values.order
-        at = order[request.node]
+        at = order[site.node]
         return not any(
             order[user] > at
             for value in self._classes[root]
-            if value != request.value and order[value[0]] < at
+            if value != site.value and order[value[0]] < at
             for user in value[0].users
         )
 

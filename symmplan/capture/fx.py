@@ -28,7 +28,7 @@ import torch
 from attrs import evolve
 from torch import fx
 
-from symmplan.capture.decide import Decider, requests_of
+from symmplan.capture.decide import Decider, sites_of
 from symmplan.capture.graphs import (
     Path,
     Value,
@@ -112,12 +112,14 @@ def capture_fx(
     ends = [n for n in graph.nodes if is_wait(n)]
     waits = {n: _waits_of(n, values, ends) for n, s in specs.items() if s.asynchronous}
     groups, nowhere = _groups(specs, default_group)
-    requests = [r for n, spec in specs.items() for r in requests_of(n, spec, groups[n], values)]
+    undecided = [site for n, spec in specs.items() for site in sites_of(n, spec, values)]
     shunned: frozenset[Value] = frozenset()
     while True:
         decider = Decider(
             prefix=prefix,
             values=values,
+            specs=specs,
+            groups=groups,
             escaping=_escaping(values, waits, saved),
             waits=waits,
             producer=producer,
@@ -129,7 +131,7 @@ def capture_fx(
             keep=keep,
             shunned=shunned,
         )
-        decider.decide(requests, lying)
+        decider.decide(undecided, lying)
         more = decider.misplaced()
         if not more:
             break
@@ -146,9 +148,9 @@ def capture_fx(
         for where, why in spec.wrong
     )
     sites = sorted(decider.sites, key=lambda s: values.order[s.node])
-    _run_plainly(decider, sites, specs, ends)
+    _run_plainly(decider, sites, ends)
     crossing = _saved(decider, saved)
-    problem, residence, steps = _problems(decider, sites, specs, crossing, lying)
+    problem, residence, steps = _problems(decider, sites, crossing, lying)
     return Captured(
         problem=problem,
         sites=tuple(sites),
@@ -283,32 +285,29 @@ def _saved(decider: Decider, saved: Collection[int]) -> dict[int, str]:
     return found
 
 
-def _run_plainly(
-    decider: Decider, sites: Sequence[Site], specs: dict[fx.Node, OpSpec], ends: Sequence[fx.Node]
-) -> None:
+def _run_plainly(decider: Decider, sites: Sequence[Site], ends: Sequence[fx.Node]) -> None:
     """Ops that are left out run as they are: asynchronously, if that is what they are."""
     placed = {s.node for s in sites if s.buffer is not None}
     placed |= {h.node for h in decider.placed_storages.values() if h.write == "declared"}
-    for node, spec in specs.items():
+    for node, spec in decider.specs.items():
         overload = called(node)
         plain = None if overload is None else spec_for(overload)
         if node in placed or plain is None or plain.asynchronous == spec.asynchronous:
             continue
         found = _waits_of(node, decider.values, ends)
         if found:
-            specs[node] = plain
+            decider.specs[node] = plain
             decider.waits[node] = found
 
 
 def _problems(
     decider: Decider,
     sites: Sequence[Site],
-    specs: Mapping[fx.Node, OpSpec],
     saved: Mapping[int, str],
     given: Mapping[fx.Node, Buffer],
 ) -> tuple[Problem, Problem | None, dict[str, Step]]:
     """The problems of the graph's own buffers and of those that outlive it."""
-    steps = Steps(decider, specs)
+    steps = Steps(decider)
     by_node: dict[fx.Node, list[Site]] = {}
     for site in sites:
         by_node.setdefault(site.node, []).append(site)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture.graphs import Path, Value, Values
     from symmplan.capture.producers import Write
-    from symmplan.model import OpSpec, Problem
+    from symmplan.model import OpSpec, Problem, Requirement
 
 __all__ = ["Captured", "CopyKind", "How", "Kept", "PlacedStorage", "Site", "Step"]
 
@@ -34,6 +34,7 @@ class Site:
         index: Where in the argument or the result it is, if that is a list.
         kind: Whether it is an argument or a result.
         source: The node that holds the value (of an argument), or the op's node (of a result).
+        requirement: What is declared of it.
         path: Where the value sits in the result of ``source``.
         how: How it gets there, or None if it was left out.
         buffer: Name of its buffer, or None if it was left out.
@@ -48,6 +49,7 @@ class Site:
     index: Path
     kind: Literal["argument", "result"]
     source: fx.Node
+    requirement: Requirement
     path: Path = ()
     how: How | None = None
     buffer: str | None = None

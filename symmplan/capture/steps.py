@@ -14,11 +14,11 @@ from attrs import define, evolve, field
 
 from symmplan.capture.graphs import argument_nodes, called, stack_of
 from symmplan.capture.sites import Step
-from symmplan.model import Access, Operation, OpSpec, Problem
+from symmplan.model import Access, Operation, Problem
 from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from torch import fx
 
@@ -42,7 +42,6 @@ class Steps:
     """
 
     decider: Decider
-    specs: Mapping[fx.Node, OpSpec]
     operations: list[Operation] = field(init=False, factory=list)
     steps: dict[str, Step] = field(init=False, factory=dict)
     accesses: dict[tuple[str, str], Access] = field(init=False, factory=dict)
@@ -60,7 +59,7 @@ class Steps:
         for site in placed:
             if site.how == "stage" and site.kind == "argument":
                 self._copy("copy in", site, self._source(site), site.buffer)
-        spec = self.specs.get(node)
+        spec = self.decider.specs.get(node)
         copied = [s for s in placed if s.kind == "result" and s.how == "stage" and s.stays]
         mine = [s for s in placed if s not in copied]
         for site in mine:
@@ -85,7 +84,7 @@ class Steps:
                 Step("launch", node),
             )
             for site in mine:
-                self._merge(self._reach(name, site, spec))
+                self._merge(_reach(name, site))
         elif touched or copied or node in self.held:
             op = getattr(node.target, "name", lambda: str(node.target))()
             ends = tuple(self.ends.pop(node, ()))
@@ -111,7 +110,7 @@ class Steps:
 
         None if that lies in ordinary memory; False if the op fills nothing.
         """
-        fills = {result: given for given, result in self.specs[site.node].fills}
+        fills = {result: given for given, result in self.decider.specs[site.node].fills}
         given = fills.get(site.head)
         if given is None:
             return False
@@ -121,24 +120,9 @@ class Steps:
         source = dict(argument_nodes(bound[given]))[site.index]
         return self.decider.buffer_of(self.decider.values.find((source, ())))
 
-    def _reach(self, operation: str, site: Site, spec: OpSpec) -> Access:
-        """The accesses of an op to a declared tensor: to this rank's bytes and to peers'."""
-        assert site.buffer is not None
-        heads = {r.head: r for r in spec.requirements}
-        exact = {r.where: r for r in spec.requirements}
-        facts = exact.get(site.where, heads.get(site.head))
-        return Access(
-            operation,
-            site.buffer,
-            write=site.kind == "result" or site.writes,
-            remote=True,
-            enters=facts is not None and facts.enters,
-            releases=facts is not None and facts.releases,
-        )
-
     def _schedule_end(self, node: fx.Node, placed: list[Site], touched: dict[str, bool]) -> None:
         """Say where the op's hold on its buffers ends, and its copies out happen."""
-        spec = self.specs.get(node)
+        spec = self.decider.specs.get(node)
         if spec is None or not spec.asynchronous or not (placed or touched):
             self.after.setdefault(node, []).extend(placed)
             return
@@ -194,6 +178,19 @@ class Steps:
                 releases=bool(facts) and all(a.releases for a in facts),
             )
         self.accesses[key] = access
+
+
+def _reach(operation: str, site: Site) -> Access:
+    """The accesses of an op to a declared tensor: to this rank's bytes and to peers'."""
+    assert site.buffer is not None
+    return Access(
+        operation,
+        site.buffer,
+        write=site.kind == "result" or site.writes,
+        remote=True,
+        enters=site.requirement.enters,
+        releases=site.requirement.releases,
+    )
 
 
 def plan_poison(captured: Captured) -> Captured:
