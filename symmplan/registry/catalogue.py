@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 from attrs import frozen
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["Entry", "collective_of", "entry_of", "spec_of"]
 
 NOT_CATALOGUED = "not catalogued: new in this torch"
+_ROWS = {row.op: row for row in (*COLLECTIVES, *SYMM_MEM)}
+_OF_GROUPS = frozenset(row.op for row in COLLECTIVES)
 
 
 @frozen
@@ -40,18 +41,13 @@ class Entry:
     known: bool = True
 
 
-@functools.cache
-def _rows() -> dict[str, CatalogueRow]:
-    return {row.op: row for row in (*COLLECTIVES, *SYMM_MEM)}
-
-
 def collective_of(op: str) -> str:
     """What an op of the catalogue does, such as ``"all-gather"``; empty for other ops.
 
     Args:
         op: Its qualified name, with or without overload.
     """
-    row = _rows().get(op.partition(".")[0])
+    row = _ROWS.get(op.partition(".")[0])
     return "" if row is None else row.collective
 
 
@@ -61,12 +57,7 @@ def runs_on_groups(op: str) -> bool:
     Args:
         op: Its qualified name, with or without overload.
     """
-    return op.partition(".")[0] in _of_groups()
-
-
-@functools.cache
-def _of_groups() -> frozenset[str]:
-    return frozenset(row.op for row in COLLECTIVES)
+    return op.partition(".")[0] in _OF_GROUPS
 
 
 def spec_of(schema: Schema) -> OpSpec | None:
@@ -82,7 +73,7 @@ def spec_of(schema: Schema) -> OpSpec | None:
 def entry_of(schema: Schema) -> Entry | None:
     """The op's entry, or None if it is no business of the catalogue."""
     name = schema.name
-    row = _rows().get(name) if schema.overload == "default" else None
+    row = _ROWS.get(name) if schema.overload == "default" else None
     if row is not None:
         try:
             return Entry(schema.op, _spec(row, schema), row.note)

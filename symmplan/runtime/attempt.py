@@ -166,13 +166,9 @@ def warn(refusal: Refusal, who: str) -> None:
         )
 
 
-def _is_peers(error: BaseException) -> bool:
-    return isinstance(error, SymmplanError) and "failed_rank" in error.fields
-
-
 def failure(error: BaseException) -> Refusal:
     """What happened on this rank, and what would help."""
-    if _is_peers(error):
+    if isinstance(error, SymmplanError) and "failed_rank" in error.fields:
         return Refusal("a peer failed", heard=True)
     what, fix, wants = f"{type(error).__name__}: {error}", None, WANT
     if isinstance(error, SymmplanError):

@@ -40,14 +40,16 @@ from attrs import define, field, frozen
 from torch import fx
 
 from symmplan.capture.bounds import sources
+from symmplan.integrate.compile.ops import without_returns
 from symmplan.memory.leased import lease_out
 from symmplan.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from symmplan.capture.graphs import Path, Value
     from symmplan.capture.sites import Captured, PlacedStorage, Site
-    from symmplan.runtime.program import PlacedProgram
+    from symmplan.runtime.program import PlacedCall, PlacedProgram
 
 __all__ = ["Emitter", "SegmentInput"]
 
@@ -86,6 +88,8 @@ class SegmentInput:
 class Emitter:
     """Adds nodes, with their fake values, at the graph's current insertion point.
 
+    A `symmplan.runtime.lower.Machine` to which values are nodes.
+
     Attributes:
         graph: The graph that changes.
         program: What it will follow.
@@ -95,6 +99,7 @@ class Emitter:
         inputs: The segment inputs added so far, in order.
         first: ``{operation: the first node that stands for it now}``, where that has changed.
         origin: The node of the program that what is emitted now belongs to; None if there is none.
+        tails: The last node that was inserted behind a node.
     """
 
     graph: fx.Graph
@@ -105,6 +110,7 @@ class Emitter:
     inputs: dict[SegmentInput, fx.Node] = field(init=False, factory=dict)
     first: dict[str, fx.Node] = field(init=False, factory=dict)
     origin: fx.Node | None = field(init=False, default=None)
+    tails: dict[fx.Node, fx.Node] = field(init=False, factory=dict)
     _doing: list[str] = field(init=False, factory=list)
     _numbers: dict[Any, fx.Node] = field(init=False, factory=dict)
     _body: fx.Node = field(init=False)
@@ -145,6 +151,40 @@ class Emitter:
     def finish(self) -> None:
         """The graph is done."""
         self.graph.erase_node(self._body)
+
+    # As a machine.
+
+    def view(self, buffer: str, like: Value, *, contiguous: bool = False) -> fx.Node:
+        """The placement as a tensor like one of the graph's."""
+        return self.placement(buffer, self.captured.values.tensors[like], contiguous=contiguous)
+
+    def empty(self, like: Value) -> fx.Node:
+        """Ordinary memory for a tensor like one of the graph's."""
+        fake = self.captured.values.tensors[like]
+        how = {"dtype": fake.dtype, "device": fake.device}
+        return self.add(torch.ops.aten.empty.memory_format, (self.numbers(fake.shape),), how)
+
+    def copy(self, target: fx.Node, source: fx.Node) -> None:
+        """Copy a tensor."""
+        self.add(torch.ops.aten.copy_.default, (target, source))
+
+    def call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call an op that writes what it is given."""
+        # Torch's own Inductor knows, others must not return what they are given.
+        known = op.namespace == "_c10d_functional"
+        self.add(op if known else without_returns(op), args, kwargs)
+
+    def original(self, call: PlacedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """Call the op itself."""
+        return self.add(call.overload, args, kwargs)
+
+    def item(self, result: fx.Node, path: Path) -> fx.Node:
+        """One tensor of a result."""
+        for index in path:
+            value = result.meta["val"][index]
+            result = self.graph.call_function(operator.getitem, (result, index))
+            result.meta["val"] = value
+        return result
 
     @property
     def operations(self) -> dict[str, fx.Node]:
@@ -195,13 +235,13 @@ class Emitter:
             self.inputs[key] = node
         return node
 
-    def view(self, buffer: str, like: Any, *, contiguous: bool = False) -> fx.Node:
+    def placement(self, buffer: str, like: Any, *, contiguous: bool = False) -> fx.Node:
         """The placement as a tensor like ``like``, inserted at the current point."""
         base = self.input(self.key(buffer, like.dtype))
         stride = _dense(like.shape) if contiguous else like.stride()
         offset = self.offset(buffer, like.dtype)
         args = (base, self.numbers(like.shape), self.numbers(stride), offset)
-        return self.call(torch.ops.aten.as_strided.default, args)
+        return self.add(torch.ops.aten.as_strided.default, args)
 
     def numbers(self, values: Sequence[int | torch.SymInt]) -> list[int | fx.Node]:
         """Sizes as the graph can use them: those that only its inputs tell, as nodes."""
@@ -233,9 +273,9 @@ class Emitter:
     def _early(self, op: Any, args: tuple[Any, ...]) -> fx.Node:
         """A call behind the graph's inputs and what was put there before."""
         with self.graph.inserting_before(self._body):
-            return self.call(op, args)
+            return self.add(op, args)
 
-    def call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+    def add(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
         """A call node with its fake value."""
         kwargs = kwargs or {}
         node = self.graph.call_function(op, args, kwargs)
@@ -259,16 +299,10 @@ class Emitter:
         with self.fake_mode:
             return op(*real[0], **real[1])
 
-    def getitem(self, value: fx.Node, index: int) -> fx.Node:
-        """One of several results."""
-        node = self.graph.call_function(operator.getitem, (value, index))
-        node.meta["val"] = value.meta["val"][index]
-        return node
-
     def fence(self, at: fx.Node, inputs: Sequence[fx.Node]) -> None:
         """Keep all accesses of these inputs before ``at`` before it. See [Note: fences]."""
         with self.graph.inserting_before(at):
-            self.call(torch.ops.symmplan.fence_.default, (list(inputs),))
+            self.add(torch.ops.symmplan.fence_.default, (list(inputs),))
 
 
 def _begin() -> None:

@@ -46,9 +46,9 @@ def poison(emitter: Emitter) -> None:
         like = torch.empty(buffer.nbytes // dtype.itemsize, dtype=dtype, device="meta")
         emitter.origin = before[operation.name]
         with emitter.graph.inserting_before(at):
-            view = emitter.view(buffer.name, like)
+            view = emitter.placement(buffer.name, like)
             emitter.doing(operation.name)
-            at = emitter.call(torch.ops.symmplan.poison_.default, (view,))
+            at = emitter.add(torch.ops.symmplan.poison_.default, (view,))
     emitter.origin = None
 
 
@@ -82,7 +82,7 @@ def keep_order(emitter: Emitter) -> None:
         everything = [*_nodes(emitter, {*emitter.nodes}), *(k.node for k in captured.kept)]
         emitter.fence(at, everything)
         with emitter.graph.inserting_before(at):
-            emitter.call(torch.ops.symmplan.barrier_.default, (node, group))
+            emitter.add(torch.ops.symmplan.barrier_.default, (node, group))
         emitter.fence(at, everything)
 
 

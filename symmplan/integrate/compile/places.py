@@ -203,7 +203,7 @@ def _why_it_stays(tensor: torch.Tensor) -> str:
     whole = tensor.storage_offset() == 0 and storage.nbytes() == (
         tensor.numel() * tensor.element_size()
     )
-    if not whole or _is_shared(tensor):
+    if not whole or storage_use_count(storage._cdata) > _OWN_USES:
         return (
             "other tensors use its storage, too; give it one of its own (p.data = p.data.clone()), "
             "or drop the others"
@@ -214,10 +214,6 @@ def _why_it_stays(tensor: torch.Tensor) -> str:
             "(p.data = p.data.clone())"
         )
     return ""
-
-
-def _is_shared(tensor: torch.Tensor) -> bool:
-    return storage_use_count(tensor.untyped_storage()._cdata) > _OWN_USES
 
 
 @define(eq=False)

@@ -7,14 +7,12 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, field
 from torch import fx
 
 from symmplan.capture.graphs import called, is_wait
 from symmplan.capture.producers import OUT_VARIANTS, out_overload
 from symmplan.errors import CaptureError
 from symmplan.integrate.compile.emit import Emitter, SegmentInput
-from symmplan.integrate.compile.ops import without_returns
 from symmplan.integrate.compile.order import keep_order, poison
 from symmplan.registry import bind_arguments
 from symmplan.runtime.algorithms import overload_named
@@ -23,7 +21,7 @@ from symmplan.runtime.lower import launch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from symmplan.capture.graphs import Path, Value
+    from symmplan.capture.graphs import Path
     from symmplan.capture.sites import PlacedStorage, Site
     from symmplan.runtime.lower import Staged
     from symmplan.runtime.program import PlacedCall, PlacedProgram
@@ -51,7 +49,8 @@ def rewrite(
     for placed in program.captured.placed_storages:
         if placed.write not in ("declared", "given"):
             _make_placed(emitter, placed)
-    _Declared(emitter).run()
+    for call in program.calls.values():
+        _rewrite_call(emitter, call)
     poison(emitter)
     keep_order(emitter)
     emitter.finish()
@@ -79,13 +78,13 @@ def _shift_absolute_views(emitter: Emitter) -> None:
         if scatters and like.storage_offset() == 0 and like.is_contiguous():
             # It writes a copy in any case, and torch's own checks take its offset for that one's.
             with emitter.graph.inserting_before(node):
-                copy = emitter.call(torch.ops.aten.clone.default, (source,))
+                copy = emitter.add(torch.ops.aten.clone.default, (source,))
             node.replace_input_with(source, copy)
             continue
         shift = emitter.offset(placed.buffer, like.dtype)
         if isinstance(bound["storage_offset"], fx.Node):
             with emitter.graph.inserting_before(node):
-                bound["storage_offset"] = emitter.call(
+                bound["storage_offset"] = emitter.add(
                     operator.add, (bound["storage_offset"], shift)
                 )
         else:
@@ -96,7 +95,7 @@ def _shift_absolute_views(emitter: Emitter) -> None:
 
 def _make_placed(emitter: Emitter, placed: PlacedStorage) -> None:
     """Let the producer of a storage write it in its placement."""
-    node, like = placed.node, emitter.captured.values.tensors[(placed.node, placed.path)]
+    node, like = placed.node, (placed.node, placed.path)
     if placed.write in ("alloc", "out"):
         with emitter.graph.inserting_before(node):
             first = view = emitter.view(placed.buffer, like)
@@ -106,7 +105,7 @@ def _make_placed(emitter: Emitter, placed: PlacedStorage) -> None:
                 variant = OUT_VARIANTS.get(overload._schema.name)
                 op: Any = out_overload(overload) if variant is None else overload_named(variant)
                 name = op._schema.arguments[-1].name  # "out", or "grad_input" and the like
-                first = emitter.call(op, node.args, {**node.kwargs, name: view})
+                first = emitter.add(op, node.args, {**node.kwargs, name: view})
         emitter.first[emitter.captured.prefix + node.name] = first
         node.replace_all_uses_with(view)
         emitter.graph.erase_node(node)
@@ -114,158 +113,114 @@ def _make_placed(emitter: Emitter, placed: PlacedStorage) -> None:
         with emitter.graph.inserting_after(node):
             view = emitter.view(placed.buffer, like)
         with emitter.graph.inserting_after(view):
-            copy = emitter.call(torch.ops.aten.copy_.default, (view, node))
+            copy = emitter.add(torch.ops.aten.copy_.default, (view, node))
         node.replace_all_uses_with(view, delete_user_cb=lambda user: user is not copy)
 
 
-@define(eq=False)
-class _Declared:
-    """Rewrites the declared ops, one after the other. A `Machine` to which values are nodes."""
+def _rewrite_call(emitter: Emitter, call: PlacedCall) -> None:
+    """Rewrite a declared op."""
+    node = emitter.origin = call.node
+    with emitter.graph.inserting_before(node):
+        bound = bind_arguments(call.overload, node.args, node.kwargs)
+        results, staged = launch(call, emitter, bound)
+    _finish(emitter, call, results, staged)
+    emitter.origin = None
 
-    emitter: Emitter
-    tails: dict[fx.Node, fx.Node] = field(init=False, factory=dict)
 
-    @property
-    def graph(self) -> fx.Graph:
-        return self.emitter.graph
-
-    def run(self) -> None:
-        for call in self.emitter.program.calls.values():
-            node = call.node
-            self.emitter.origin = node
-            with self.graph.inserting_before(node):
-                bound = bind_arguments(call.overload, node.args, node.kwargs)
-                results, staged = launch(call, self, bound)
-            self._finish(call, results, staged)
-        self.emitter.origin = None
-
-    # As a machine.
-
-    def doing(self, operation: str) -> None:
-        self.emitter.doing(operation)
-
-    def _fake(self, like: Value) -> Any:
-        return self.emitter.captured.values.tensors[like]
-
-    def view(self, buffer: str, like: Value, *, contiguous: bool) -> fx.Node:
-        return self.emitter.view(buffer, self._fake(like), contiguous=contiguous)
-
-    def empty(self, like: Value) -> fx.Node:
-        fake = self._fake(like)
-        shape = (self.emitter.numbers(fake.shape),)
-        how = {"dtype": fake.dtype, "device": fake.device}
-        return self.emitter.call(torch.ops.aten.empty.memory_format, shape, how)
-
-    def copy(self, target: fx.Node, source: fx.Node) -> None:
-        self.emitter.call(torch.ops.aten.copy_.default, (target, source))
-
-    def call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Torch's own Inductor knows, others must not return what they are given.
-        known = op.namespace == "_c10d_functional"
-        self.emitter.call(op if known else without_returns(op), args, kwargs)
-
-    def original(self, call: PlacedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        return self.emitter.call(call.overload, args, kwargs)
-
-    def item(self, result: fx.Node, path: tuple[int, ...]) -> fx.Node:
-        for index in path:
-            result = self.emitter.getitem(result, index)
-        return result
-
-    # Behind the launch.
-
-    def _finish(self, call: PlacedCall, results: dict[Path, Any], staged: Staged) -> None:
-        """Copy out what leaves, hand the results to their readers, drop the old node."""
-        node, synchronous = call.node, not call.spec.asynchronous
-        waits = {} if synchronous else self.emitter.captured.waits.get(node, {})
-        with self.graph.inserting_before(node):
-            anchor = self.graph.call_function(_anchor)  # where code after the op goes
-        for site in call.sites:
-            if site.leaves:
-                wait = waits.get(site.path)
-                with self._behind(wait or anchor):
-                    self.doing(call.copy("copy out", site))
-                    value = wait or results[site.path]
-                    copied = self.emitter.call(torch.ops.aten.clone.default, (value,))
-                if wait is None:
-                    results[site.path] = copied
-                else:
-                    _redirect(wait, copied, but=copied)
-            elif site.how == "stage" and site.kind == "argument" and site.writes:
-                self.doing(call.copy("copy back", site))
-                self._copy_back(site, *staged[site], anchor, waits, results)
-        self.graph.erase_node(anchor)
-        self._hand_over(node, results)
-        if synchronous:
-            for value in {id(v): v for v in results.values()}.values():
-                for user in list(value.users):
-                    if is_wait(user):
-                        user.replace_all_uses_with(value)
-                        self.graph.erase_node(user)
-
-    @contextlib.contextmanager
-    def _behind(self, node: fx.Node) -> Iterator[None]:
-        """Insert behind a node and behind what was inserted there before, as `Steps` counts."""
-        tail = self.tails.get(node, node)
-        following = tail.next
-        with self.graph.inserting_after(tail):
-            yield
-        self.tails[node] = following.prev
-
-    def _copy_back(
-        self,
-        site: Site,
-        view: fx.Node,
-        source: fx.Node,
-        anchor: fx.Node,
-        waits: dict[tuple[int, ...], fx.Node],
-        results: dict[tuple[int, ...], fx.Node],
-    ) -> None:
-        """The op wrote a staged argument: bring the bytes to those who read it later.
-
-        An input of the graph is written back. For a tensor that the graph made, its later readers
-        take a copy instead; capture has made sure that they read it through no other view.
-        """
-        outside = source.op != "call_function"
-        with self._behind(max(waits.values(), default=anchor)):
-            if outside:
-                back = self.emitter.call(torch.ops.aten.copy_.default, (source, view))
-            else:
-                back = self.emitter.call(torch.ops.aten.clone.default, (view,))
-        written = source if outside else back
-        if not outside:
-            _redirect(source, back, behind=back)
-        for path, value in results.items():
-            if value is not view:
-                continue
-            wait = waits.get(path)
+def _finish(emitter: Emitter, call: PlacedCall, results: dict[Path, Any], staged: Staged) -> None:
+    """Copy out what leaves, hand the results to their readers, drop the old node."""
+    node, synchronous = call.node, not call.spec.asynchronous
+    waits = {} if synchronous else emitter.captured.waits.get(node, {})
+    with emitter.graph.inserting_before(node):
+        anchor = emitter.graph.call_function(_anchor)  # where code after the op goes
+    for site in call.sites:
+        if site.leaves:
+            wait = waits.get(site.path)
+            with _behind(emitter, wait or anchor):
+                emitter.doing(call.copy("copy out", site))
+                value = wait or results[site.path]
+                copied = emitter.add(torch.ops.aten.clone.default, (value,))
             if wait is None:
-                results[path] = written
+                results[site.path] = copied
             else:
-                _redirect(wait, written, but=back)
-                for result in _results(site.node, path):  # what was waited for, by its old name
-                    _redirect(result, written, behind=back)
+                _redirect(wait, copied, but=copied)
+        elif site.how == "stage" and site.kind == "argument" and site.writes:
+            emitter.doing(call.copy("copy back", site))
+            _copy_back(emitter, site, *staged[site], anchor, waits, results)
+    emitter.graph.erase_node(anchor)
+    _hand_over(node, results)
+    if synchronous:
+        for value in {id(v): v for v in results.values()}.values():
+            for user in list(value.users):
+                if is_wait(user):
+                    user.replace_all_uses_with(value)
+                    emitter.graph.erase_node(user)
 
-    def _hand_over(
-        self,
-        node: fx.Node,
-        results: dict[tuple[int, ...], fx.Node],
-        path: tuple[int, ...] = (),
-    ) -> None:
-        """Give the readers of a result, and of what is inside of it, the new one."""
-        if path in results:
-            node.replace_all_uses_with(results[path])
-        for user in list(node.users):
-            if user.target is not operator.getitem:
-                raise CaptureError(
-                    f"{user.name!r} uses all results of {node.name!r} at once",
-                    expected="one getitem per result",
-                    fix="unpack the results of the op before using them",
-                    node=node.name,
-                )
-            index: Any = user.args[1]
-            self._hand_over(user, results, (*path, index))
-        self.graph.erase_node(node)
+
+@contextlib.contextmanager
+def _behind(emitter: Emitter, node: fx.Node) -> Iterator[None]:
+    """Insert behind a node and behind what was inserted there before, as `Steps` counts."""
+    tail = emitter.tails.get(node, node)
+    following = tail.next
+    with emitter.graph.inserting_after(tail):
+        yield
+    emitter.tails[node] = following.prev
+
+
+def _copy_back(
+    emitter: Emitter,
+    site: Site,
+    view: fx.Node,
+    source: fx.Node,
+    anchor: fx.Node,
+    waits: dict[tuple[int, ...], fx.Node],
+    results: dict[tuple[int, ...], fx.Node],
+) -> None:
+    """The op wrote a staged argument: bring the bytes to those who read it later.
+
+    An input of the graph is written back. For a tensor that the graph made, its later readers
+    take a copy instead; capture has made sure that they read it through no other view.
+    """
+    outside = source.op != "call_function"
+    with _behind(emitter, max(waits.values(), default=anchor)):
+        if outside:
+            back = emitter.add(torch.ops.aten.copy_.default, (source, view))
+        else:
+            back = emitter.add(torch.ops.aten.clone.default, (view,))
+    written = source if outside else back
+    if not outside:
+        _redirect(source, back, behind=back)
+    for path, value in results.items():
+        if value is not view:
+            continue
+        wait = waits.get(path)
+        if wait is None:
+            results[path] = written
+        else:
+            _redirect(wait, written, but=back)
+            for result in _results(site.node, path):  # what was waited for, by its old name
+                _redirect(result, written, behind=back)
+
+
+def _hand_over(
+    node: fx.Node,
+    results: dict[tuple[int, ...], fx.Node],
+    path: tuple[int, ...] = (),
+) -> None:
+    """Give the readers of a result, and of what is inside of it, the new one."""
+    if path in results:
+        node.replace_all_uses_with(results[path])
+    for user in list(node.users):
+        if user.target is not operator.getitem:
+            raise CaptureError(
+                f"{user.name!r} uses all results of {node.name!r} at once",
+                expected="one getitem per result",
+                fix="unpack the results of the op before using them",
+                node=node.name,
+            )
+        index: Any = user.args[1]
+        _hand_over(user, results, (*path, index))
+    node.graph.erase_node(node)
 
 
 def _redirect(

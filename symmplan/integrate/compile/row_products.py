@@ -50,6 +50,8 @@ _WRITE_NEW = frozenset(f"symmplan::{name}_out" for name in ("mm", "addmm", "_sca
 _SPLITS = (_ATEN.split.Tensor, _ATEN.split_with_sizes.default)
 #: Other sizes for the same elements.
 RESHAPES = (_ATEN.reshape.default, _ATEN.view.default, _ATEN._unsafe_view.default)
+#: The same, or the bytes as another type.
+_SHOWS = (*RESHAPES, _ATEN.view.dtype, _ATEN.detach.default)
 
 
 @frozen
@@ -344,7 +346,7 @@ def _gather(
     rows, columns = Rows.of(shape, dim, ranks), shape[-1]
     views = [source]
     for node in views:  # which grows
-        views += [u for u in node.users if _shows(u) and takes_rows(u, rows, columns)]
+        views += [u for u in node.users if u.target in _SHOWS and takes_rows(u, rows, columns)]
     matrices = [node for node in views if len(_sizes(node)) == 2]
     chain = [*between, *views]
     shown = {wait, *chain}
@@ -376,11 +378,6 @@ def _calm(first: fx.Node, last: fx.Node) -> bool:
             return False
         node = node.next
     return True
-
-
-def _shows(node: fx.Node) -> bool:
-    """Whether a node shows its input's bytes with other sizes, or as another type."""
-    return node.target in (*RESHAPES, _ATEN.view.dtype, _ATEN.detach.default)
 
 
 def _multiplies(user: fx.Node, matrix: fx.Node) -> bool:

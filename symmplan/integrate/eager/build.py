@@ -36,11 +36,21 @@ if TYPE_CHECKING:
     from symmplan.planner.order import Order
     from symmplan.runtime.program import PlacedCall, PlacedProgram
 
-__all__ = ["events_of"]
+__all__ = ["Builder"]
 
 
 @define(eq=False)
-class _Builder:
+class Builder:
+    """Makes the events of a placed recording, and what is to be done when the iteration ends.
+
+    Attributes:
+        recorder: The recording.
+        program: The recorded program, and its plan.
+        device: Where its tensors lie.
+        elements: An element of each type there.
+        arena: The plan's memory.
+    """
+
     recorder: Recorder
     program: PlacedProgram
     device: torch.device
@@ -52,13 +62,16 @@ class _Builder:
 
     @property
     def captured(self) -> Captured:
+        """The recorded program."""
         return self.program.captured
 
     @property
     def plan(self) -> Plan:
+        """Its plan."""
         return self.program.plan
 
     def build(self) -> tuple[list[Event], list[Act]]:
+        """The events in order, and the work at the end of the iteration."""
         problem = self.captured.problem
         one_stream = all(o.op != MARK for o in problem.operations)
         self.order = None if one_stream else order_of(problem)
@@ -257,14 +270,3 @@ def _overwrite(view: torch.Tensor, lease: StorageLease | None) -> None:
     """Overwrite a dead placement with bits that are no number."""
     if lease is None or not lease.held:
         view.fill_(255)
-
-
-def events_of(
-    recorder: Recorder,
-    program: PlacedProgram,
-    device: torch.device,
-    elements: Mapping[torch.dtype, torch.Tensor],
-    arena: Arena,
-) -> tuple[list[Event], list[Act]]:
-    """The events of a placed recording in order, and what is to be done when the iteration ends."""
-    return _Builder(recorder, program, device, elements, arena).build()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from symmplan.capture.sites import Captured
+    from symmplan.integrate.eager.build import Builder
     from symmplan.integrate.eager.schedule import Act, Event
     from symmplan.memory import Arena
     from symmplan.model import Plan
@@ -40,13 +41,13 @@ class Frozen:
         program: The recorded program, and its plan.
         arena: The plan's memory.
         rendezvous: How many were made for it.
-        build: Makes, for some memory, the expected declared calls in order, and the work at the end
-            of each iteration.
+        builder: Builds, for some memory, the expected declared calls in order, and the work at the
+            end of each iteration.
         engines: Whether copy engines run some of the calls.
         copies: See `Copy`.
         choices: The measured choices.
         refused: Why nothing is in symmetric memory; empty if it is.
-        events: The expected calls that ``build`` made.
+        events: The expected calls that ``builder`` made.
         tail: The work at the end of each iteration.
         leaving: ``{storage: (call, its copy out)}`` of results that are copied out at their wait.
         stays: Whether it may not move any more: it is over, or a CUDA graph has the addresses.
@@ -56,7 +57,7 @@ class Frozen:
     program: PlacedProgram
     arena: Arena
     rendezvous: int
-    build: Callable[[Arena], tuple[list[Event], list[Act]]]
+    builder: Callable[[Arena], Builder]
     engines: bool
     copies: tuple[Copy, ...]
     choices: tuple[Choice, ...]
@@ -83,7 +84,7 @@ class Frozen:
     def schedule(self, arena: Arena) -> None:
         """Lie in ``arena`` from now on."""
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
-            events, tail = self.build(arena)
+            events, tail = self.builder(arena).build()
         self.arena, self.events, self.tail = arena, events, tail
         settled(self, arena)
         self.leaving = {k: (e, name) for e in events for k, name in e.copied_at_waits()}

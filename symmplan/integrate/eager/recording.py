@@ -16,7 +16,7 @@ from symmplan.capture.signatures import signature
 from symmplan.coordination.exchange import Exchange
 from symmplan.coordination.own import in_own_work, own_work
 from symmplan.errors import AgreementError
-from symmplan.integrate.eager.build import events_of
+from symmplan.integrate.eager.build import Builder
 from symmplan.integrate.eager.faults import public
 from symmplan.integrate.eager.frozen import Frozen
 from symmplan.integrate.eager.scratch import ScratchMemory
@@ -247,7 +247,7 @@ class IterationRecording:
             program,
             arena,
             rendezvous,
-            functools.partial(events_of, self._recorder, program, device, elements),
+            functools.partial(Builder, self._recorder, program, device, elements),
             bool(chosen.engines),
             _copies(captured, self._recorder),
             chosen.choices,
