@@ -7,13 +7,13 @@ The compile time is that of the first step without code caches: the smallest of 
 of each side. Work that runs once per process (imports, measurements of collectives) is in
 ``own_first_compile_s``.
 
-If this torch has a pass that puts collectives into symmetric memory (low contention), that pass is
-a third side on CUDA. --micro-pipeline adds Inductor's own pipelined products as another side. They
-use a symmetric workspace of torch (``memory="cuda"``).
+--micro-pipeline adds Inductor's own pipelined products as another side. They use a symmetric
+workspace of torch (``memory="cuda"``).
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,6 @@ __all__ = ["add_arguments", "render", "run"]
 _DEFAULT = ("tensor_parallel", "simple_fsdp", "overlap")
 _NAMES = (*_DEFAULT, "tensor_parallel_4096", "tensor_parallel_8192")
 _WARM_UP = 3
-_SWITCH = {"action": "store_const", "const": True}
 _OPTIONS = (
     Option(
         "cases",
@@ -57,8 +56,8 @@ _OPTIONS = (
     Option("tokens", "", 64, 4096),
     Option("gather_bytes", "", 256 << 10, 64 << 20),
     Option("width", "", 256, 8192),
-    Option("micro_pipeline", "also Inductor's own pipelines of products", False, more=_SWITCH),
-    Option("bind", "keep parameters in symmetric memory from step to step", False, more=_SWITCH),
+    Option("micro_pipeline", "also Inductor's own pipelined products", cpu=False),
+    Option("bind", "keep parameters in symmetric memory from step to step", cpu=False),
     Option(
         "inductor",
         "a setting of Inductor for all sides, the value in JSON; repeatable",
@@ -68,7 +67,6 @@ _OPTIONS = (
     Option("steps", "timed steps of each", 10),
     Option("compilations", "compilations of each side", 2),
     Option("dtype", "", "float32", "bfloat16", {"choices": ("float32", "bfloat16")}),
-    Option("zero_cta", "let NCCL use the copy engine where it can", False, more=_SWITCH),
 )
 _ABOUT = """\
 {name}: {speedup:.2f}x as fast; losses {same} (to {loss_difference:.1e})
@@ -79,7 +77,6 @@ _ABOUT = """\
   {segment_bytes} bytes, lower bound {lower_bound_bytes}, unshared {unshared_bytes}
   rendezvous {rendezvous}, {rendezvous_after_first_step} after the first step; {kept} kept,
   {missed} copied in; {barriers} barriers"""
-_LOW_CONTENTION = "aten_distributed_optimizations.enable_low_contention_collectives"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -189,29 +186,11 @@ def _measure(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
         return {name: _case(name, settings, mesh, device) for name in cases}
 
 
-def _sides(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Name -> what is passed to ``torch.compile``."""
-    import symmplan
-
-    ours = symmplan.backend(
-        memory=settings["memory"], choose=settings["choose"], bind=settings["bind"], timeout=120.0
-    )
-    sides: dict[str, dict[str, Any]] = {
-        "plain": {"backend": "inductor"},
-        "symmplan": {"backend": ours},
-    }
-    if settings["device"] == "cuda" and _LOW_CONTENTION in inductor_settings().get_config_copy():
-        options = {_LOW_CONTENTION: True}
-        sides["low_contention"] = {"backend": "inductor", "options": options}
-    if settings["micro_pipeline"]:
-        sides["micro_pipeline"] = {"backend": "inductor", "options": MICRO_PIPELINE}
-    return sides
-
-
 def _case(name: str, settings: dict[str, Any], mesh: Any, device: torch.device) -> dict[str, Any]:
     import attrs
     import torch
 
+    import symmplan
     from symmplan.bench.parts.compiled_programs import CASES
 
     compiles: list[dict[str, float]] = []
@@ -224,13 +203,19 @@ def _case(name: str, settings: dict[str, Any], mesh: Any, device: torch.device) 
         if backend is not None:
             timing.meet()
             backend.release()
-        sides = _sides(settings)
-        backend = sides["symmplan"]["backend"]
+        backend = symmplan.backend(
+            **{option: settings[option] for option in ("memory", "choose", "bind")}, timeout=120.0
+        )
         compiles.append({})
+        sides: dict[str, dict[str, Any]] = {
+            "plain": {"backend": "inductor"},
+            "symmplan": {"backend": backend},
+        }
+        if settings["micro_pipeline"]:
+            sides["micro_pipeline"] = {"backend": "inductor", "options": MICRO_PIPELINE}
         for side, given in sides.items():
-            program = CASES[name](
-                settings, mesh, device, lambda f, g=given: torch.compile(f, dynamic=False, **g)
-            )
+            wrap = functools.partial(torch.compile, dynamic=False, **given)
+            program = CASES[name](settings, mesh, device, wrap)
             timing.meet()
             compiles[-1][side], loss = timing.timed(lambda p=program: float(p(0)), device)  # type: ignore[misc]
             programs[side], losses[side] = program, [loss]

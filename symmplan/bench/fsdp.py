@@ -52,7 +52,6 @@ __all__ = ["add_arguments", "render", "run"]
 _SIDES = ("plain", "kept", "pooled", "kept, pool", "symmplan", "unsharded")
 _DTYPES = {"type": str, "choices": ("float32", "bfloat16")}
 _NUMBERS = {"type": int, "nargs": "+", "also": ("--sequence",)}
-_ON, _OFF = ({"action": "store_const", "const": value} for value in (True, False))
 _OPTIONS = (
     Option("model", "", "mlp", more={"choices": ("mlp", "llama")}),
     Option("layers", "FSDP modules (default 4; llama 12)", None, more={"type": int}),
@@ -65,8 +64,8 @@ _OPTIONS = (
         more=_NUMBERS,
     ),
     Option("steps", "timed steps of each", 10),
-    Option("compile", "compile each layer", False, more=_ON),
-    Option("checkpoint", "recompute activations of each layer in backward", False, more=_ON),
+    Option("compile", "compile each layer", cpu=False),
+    Option("checkpoint", "recompute activations of each layer in backward", cpu=False),
     Option(
         "optimizer",
         "optimizer; the time of adamw is part of the step (default sgd, not timed)",
@@ -106,9 +105,7 @@ _OPTIONS = (
         None,
         more={"type": float, "nargs": "+", "metavar": "GIB"},
     ),
-    Option("cuda_graph", "replay captured steps (cuda; not torch's pool)", False, more=_ON),
-    Option("profile", "do not count kernels (cuda)", True, more={**_OFF, "flag": "--no-profile"}),
-    Option("memory", "do not count bytes (cuda)", True, more={**_OFF, "flag": "--no-memory"}),
+    Option("cuda_graph", "replay captured steps (cuda; not torch's pool)", cpu=False),
 )
 #: Per model: what an option is where the user does not say.
 _DEFAULTS: dict[str, dict[str, Any]] = {

@@ -28,7 +28,7 @@ from symmplan.report.format import count, size
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -50,12 +50,6 @@ _OPTIONS = (
     Option("layers", "layers", 4),
     Option("rounds", "timed rounds", 15),
     Option("capacity", "capacity factor of the plan", 1.5),
-    Option(
-        "one_device",
-        "all ranks on the first GPU; this times that GPU, without a link",
-        cpu=False,
-        more={"action": "store_true"},
-    ),
 )
 
 
@@ -117,14 +111,13 @@ def _compare(what: str, tokens: int, rank: int, settings: dict[str, Any]) -> dic
 
     work = _Layers(what, tokens, rank, settings)
     bound = int(settings["capacity"] * tokens)
-    memory = "cuda" if settings["one_device"] else "auto"
     cuda = work.device.type == "cuda"
 
     def ours(choose: str = "auto") -> Any:
-        return symmplan.expert_parallel(memory=memory, max_tokens=bound, choose=choose)
+        return symmplan.expert_parallel(max_tokens=bound, choose=choose)
 
     made = {"push": ours("push"), "symmplan": ours()}
-    acts = {"plain": _Exchanging(work, _Plain()), "known": _Exchanging(work, _Known(work.counts))}
+    acts = {"plain": _Exchanging(work, _Plain()), "known": _Exchanging(work, _Plain(work.counts))}
     acts["push"] = _Exchanging(work, made["push"])
     acts["symmplan"] = _Exchanging(work, made["symmplan"], padded=cuda)
     if cuda:
@@ -210,7 +203,7 @@ class _Exchanging:
     def prepare(self, turn: int) -> None:
         """What is not timed: the counts, and what a combine has behind it."""
         self._counts.copy_(self._work.counts[turn])
-        if isinstance(self._via, _Known):
+        if isinstance(self._via, _Plain):
             self._via.turn = turn
         if self._work.what == "combine":
             self._begin()
@@ -284,9 +277,20 @@ def _counts(tokens: int, size: int, generator: torch.Generator) -> torch.Tensor:
 
 
 class _Plain:
-    """The exchange of programs without symmplan."""
+    """The exchange of programs without symmplan.
+
+    Args:
+        told: The counts of all rounds, for one that exchanges them before these begin.
+    """
+
+    def __init__(self, told: Sequence[torch.Tensor] = ()) -> None:
+        self.turn = 0
+        self._told = [self._exchanged(counts) for counts in told]
 
     def routes(self, counts: torch.Tensor) -> tuple[list[int], list[int]]:
+        return self._told[self.turn] if self._told else self._exchanged(counts)
+
+    def _exchanged(self, counts: torch.Tensor) -> tuple[list[int], list[int]]:
         import torch
         import torch.distributed as dist
 
@@ -305,14 +309,3 @@ class _Plain:
 
     def combine(self, rows: torch.Tensor, routes: tuple[list[int], list[int]]) -> torch.Tensor:
         return self.dispatch(rows, (routes[1], routes[0]))
-
-
-class _Known(_Plain):
-    """The same for who was told the splits of all rounds before."""
-
-    def __init__(self, counts: list[torch.Tensor]) -> None:
-        self.turn = 0
-        self._told = [super(_Known, self).routes(each) for each in counts]
-
-    def routes(self, counts: torch.Tensor) -> tuple[list[int], list[int]]:  # noqa: ARG002
-        return self._told[self.turn]

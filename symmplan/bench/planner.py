@@ -20,7 +20,6 @@ import numpy as np
 from attrs import evolve
 
 from symmplan.bench.parts import command, instances
-from symmplan.bench.parts.numbers import number_of
 from symmplan.errors import SymmplanError
 from symmplan.model import Placement, Problem
 from symmplan.planner import plan
@@ -55,6 +54,8 @@ _QUICK: dict[str, Any] = {
     "order": 5_000,
 }
 _OTHERS = ("omnimalloc", "omnimalloc_branch_and_bound")
+#: Time limit of omnimalloc's branch and bound for each instance.
+_OMNIMALLOC_SECONDS = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,8 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     efforts = ("fast", "optimal", "both")
     add("--effort", choices=efforts, default="both", help="default: both")
     add("--quick", action="store_const", const=True, help="a few small cases only")
-    about = "time limit of omnimalloc's branch and bound per instance (default 10)"
-    add("--omnimalloc-seconds", type=number_of, default=10.0, metavar="S", help=about)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     sizes = _QUICK if args.quick else _FULL
     # Files all at once: a bad one must not cost the minutes of those before it.
     files = [(Path(path).name, Problem.from_csv(path)) for path in args.csv or ()]
-    others = _others(args.omnimalloc_seconds)
+    others = _others()
     progress, found = ProgressLine(), []
     instances = files or list(_generated(sizes))
     for i, given in enumerate(instances):
@@ -154,7 +153,7 @@ def _planned(problem: Problem, effort: Any) -> tuple[Plan, dict[str, Any]]:
     }
 
 
-def _others(seconds: float) -> dict[str, Callable[[Problem], dict[str, int]]]:
+def _others() -> dict[str, Callable[[Problem], dict[str, int]]]:
     """The default allocator of omnimalloc and its branch and bound, where it is installed."""
     try:
         import omnimalloc
@@ -177,7 +176,7 @@ def _others(seconds: float) -> dict[str, Callable[[Problem], dict[str, int]]]:
 
         return offsets
 
-    allocators = ("omni", SupermallocAllocator(timeout=seconds))
+    allocators = ("omni", SupermallocAllocator(timeout=_OMNIMALLOC_SECONDS))
     return dict(zip(_OTHERS, map(with_allocator, allocators), strict=True))
 
 

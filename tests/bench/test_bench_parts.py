@@ -16,13 +16,10 @@ from symmplan.cli import shell
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 COMMAS = {"type": lambda text: tuple(map(int, text.split(",")))}
-ON = {"action": "store_const", "const": True}
-OFF = {"action": "store_const", "const": False, "flag": "--no-look"}
 OPTIONS = (
     Option("sizes", "bytes", (64, 128), more=COMMAS),
     Option("tokens", "rows", [8], [4096, 2048], {"nargs": "+"}),
-    Option("bind", "keep", False, more=ON),
-    Option("look", "no look", True, more=OFF),
+    Option("bind", "keep", cpu=False),
 )
 
 
@@ -42,17 +39,16 @@ def test_defaults_are_those_of_the_device():
         "sizes": (64, 128),
         "tokens": [8],
         "bind": False,
-        "look": True,
     }
-    parser, args = parsed("--device", "cuda", "--bind", "--no-look", "--sizes", "1,2")
+    parser, args = parsed("--device", "cuda", "--bind", "--sizes", "1,2")
     found = command.settings_of(args, OPTIONS)
-    assert (found["tokens"], found["bind"], found["look"]) == ([4096, 2048], True, False)
+    assert (found["tokens"], found["bind"]) == ([4096, 2048], True)
     assert found["sizes"] == (1, 2)
     assert "rows (default 8, on cuda 4096 2048)" in " ".join(parser.format_help().split())
 
 
 def test_the_command_of_a_result_does_the_same():
-    words = ("--tokens", "3", "4", "--sizes", "1,2", "--no-look", "--bind", "--ranks", "3")
+    words = ("--tokens", "3", "4", "--sizes", "1,2", "--bind", "--ranks", "3")
     parser, args = parsed(*words)
     again = shlex.split(command.words_of("x", args))
     assert again[:3] == ["symmplan", "bench", "x"]

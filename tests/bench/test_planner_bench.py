@@ -23,7 +23,7 @@ from symmplan.planner import plan
 def run(*words):
     parser = argparse.ArgumentParser()
     bench_planner.add_arguments(parser)
-    return bench_planner.run(parser.parse_args([*words, "--omnimalloc-seconds", "1"]))
+    return bench_planner.run(parser.parse_args(words))
 
 
 @pytest.mark.further

@@ -121,7 +121,6 @@ NUMBERS = {
         "--room 2 0",
     ),
     "bench moe": ("--capacity 0", "--capacity nan", "--width two"),
-    "bench planner": ("--omnimalloc-seconds 0",),
 }
 
 

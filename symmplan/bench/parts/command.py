@@ -37,9 +37,9 @@ class Option:
     Attributes:
         name: As in Python.
         help: Its help text; defaults are added.
-        cpu: The default.
+        cpu: The default; False for a switch.
         cuda: The default on CUDA devices, if it is another.
-        more: Other arguments for argparse; ``flag`` and ``also`` are other words for the option.
+        more: Other arguments for argparse; ``also`` are other words for the option.
     """
 
     name: str
@@ -58,7 +58,9 @@ def add_options(
     add("--ranks", type=count_of, default=ranks, help=f"processes to start (default {ranks})")
     for option in options:
         more = dict(option.more)
-        words = [more.pop("flag", f"--{option.name.replace('_', '-')}"), *more.pop("also", ())]
+        words = [f"--{option.name.replace('_', '-')}", *more.pop("also", ())]
+        if option.cpu is False:
+            more |= {"action": "store_const", "const": True}
         if "action" not in more:
             first = option.cpu[0] if isinstance(option.cpu, (list, tuple)) else option.cpu
             kind = more.get("type", None if first is None else type(first))
@@ -115,8 +117,7 @@ def measured(
     Args:
         name: Of the benchmark.
         act: Defined at the top of a module; returns plain data.
-        settings: What `settings_of` made; ``zero_cta``: let NCCL use copy engines; ``one_device``:
-            see `symmplan.testing.rank_process.Life`.
+        settings: What `settings_of` made; ``zero_cta``: let NCCL use copy engines.
         args: Of the command.
         connect: Whether NCCL connects at once; see `symmplan.testing.ranks.RankPool`.
 
@@ -128,9 +129,8 @@ def measured(
         CommandError: There are fewer devices than ranks.
         RanksFailedError: A rank failed, or did not finish in time. No process is left.
     """
-    one_device = bool(settings.get("one_device"))
     if settings["device"] == "cuda":
-        _check_devices(1 if one_device else settings["ranks"])
+        _check_devices(settings["ranks"])
     ranks = run_shown(
         _act,
         settings["ranks"],
@@ -142,7 +142,6 @@ def measured(
         threads=settings["threads"],
         connect=connect,
         copy_engines=bool(settings.get("zero_cta")),
-        one_device=one_device,
     )
     about = {"ok": True, "command": words_of(name, args), **settings, "machine": ranks[0][0]}
     return about, [found for _, found in ranks]
@@ -175,7 +174,7 @@ def words_of(name: str, args: argparse.Namespace) -> str:
     for key, value in vars(args).items():
         if key in ours or value is None:
             continue
-        words.append(f"--{'no-' if value is False else ''}{key.replace('_', '-')}")
+        words.append(f"--{key.replace('_', '-')}")
         if not isinstance(value, bool):
             commas = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             words += map(str, value) if isinstance(value, list) else [commas]

@@ -84,7 +84,7 @@ def _built(name: str, rank: int, options: Mapping[str, Any]) -> tuple[Side, dict
     from symmplan.bench.parts.fsdp_program import ProgramSide
     from symmplan.bench.parts.fsdp_sides import Side
 
-    look = options["device"] == "cuda" and options["memory"]
+    look = options["device"] == "cuda"
     if look:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -156,7 +156,7 @@ def _run(sides: Mapping[str, Side], tokens: int, options: Mapping[str, Any]) -> 
         if name in largest and plain is not None:
             found[name]["difference"] = largest[name]
             found[name]["losses_equal"] = side.losses == plain.losses
-    if options["device"] == "cuda" and options["profile"]:
+    if options["device"] == "cuda" and options.get("profile", True):
         for name, side in sides.items():
             mark(f"{tokens} tokens, profile of {name}")
             found[name]["profile"] = side.profile(tokens)

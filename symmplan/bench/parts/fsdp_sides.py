@@ -119,45 +119,6 @@ class HostClock:
         return timed
 
 
-class _Captured:
-    """A step in a CUDA graph."""
-
-    def __init__(
-        self,
-        model: Any,
-        batches: list[torch.Tensor],
-        train: Callable[[list[torch.Tensor]], torch.Tensor],
-    ) -> None:
-        self._batches = batches
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._loss = train(batches)
-        self._gradients = [(p, p.grad) for p in model.parameters()]
-
-    def replay(self, batches: list[torch.Tensor]) -> torch.Tensor:
-        """The step of other batches; returns its loss."""
-        with torch.no_grad():
-            for mine, batch in zip(self._batches, batches, strict=True):
-                mine.copy_(batch)
-        self._graph.replay()
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        return self._loss
-
-
-class _Checkpointed(nn.Module):
-    """A block whose activations are computed again in backward."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, *args: torch.Tensor) -> torch.Tensor:
-        """The block's."""
-        result: torch.Tensor = checkpoint(self.block, *args, use_reentrant=False)
-        return result
-
-
 class Side:
     """One way to train the model, and what was measured of it.
 
@@ -182,7 +143,8 @@ class Side:
             self._engage()
         groups = [group for module in self._modules() for group in fsdp2.param_groups(module)]
         self._clock = HostClock(groups)
-        self._captured: _Captured | None = None
+        #: What is timed of a step: gives the loss of its batches.
+        self._act: Callable[[list[torch.Tensor]], torch.Tensor] = self._stepped
         self.restart()
 
     def restart(self) -> None:
@@ -200,8 +162,8 @@ class Side:
             model = make(options["layers"], options["dim"])
         blocks: Any = model.layers if isinstance(model, Llama) else model
         if options["checkpoint"]:
-            for i, block in enumerate(blocks):
-                blocks[i] = _Checkpointed(block)
+            for block in blocks:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         if options["compile"]:
             for block in blocks:
                 block.compile()
@@ -288,8 +250,7 @@ class Side:
             begin = time.perf_counter()
             for mark in marks[:1]:
                 mark.record()
-            act = self._stepped if self._captured is None else self._captured.replay
-            loss = act(batches)
+            loss = self._act(batches)
             for mark in marks[1:]:
                 mark.record()
             issued = time.perf_counter() - begin
@@ -306,13 +267,27 @@ class Side:
 
         Collective: yes.
         """
-        self._captured = None
+        self._act = self._stepped
         batches = self._batches(0, tokens)
         for _ in range(2):
             self._stepped(batches)
             self._optimizer.zero_grad()
         self._synchronize()
-        self._captured = _Captured(self.model, batches, self._stepped)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = self._stepped(batches)
+        gradients = [(p, p.grad) for p in self.model.parameters()]
+
+        def replay(given: list[torch.Tensor]) -> torch.Tensor:
+            with torch.no_grad():
+                for mine, batch in zip(batches, given, strict=True):
+                    mine.copy_(batch)
+            graph.replay()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            return loss
+
+        self._act = replay
 
     def advance(self) -> None:
         """Let the parameters follow the gradients, and drop these. Not in any time."""

@@ -20,9 +20,7 @@ def device_of(settings: Mapping[str, Any], rank: int) -> torch.device:
     """This rank's device."""
     import torch
 
-    if settings["device"] != "cuda":
-        return torch.device("cpu")
-    return torch.device("cuda", 0 if settings.get("one_device") else rank)
+    return torch.device("cuda", rank) if settings["device"] == "cuda" else torch.device("cpu")
 
 
 def meet() -> None:
