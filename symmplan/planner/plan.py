@@ -185,39 +185,28 @@ class _Rules:
         """The items of each segment, ascending, of items whose groups may all share one."""
         ruled = [i for i in which.tolist() if i in self._apart or i in self._pad_ops]
         colour: dict[int, int] = {}
-        pads: list[_Pads] = []
+        pads: list[list[list[int]]] = []  # of each segment, per chain, the places that use its pad
         for i in ruled:
             taken = {colour[j] for j in self._apart.get(i, ()) if j in colour}
             ops = self._pad_ops.get(i, [])
             c = 0
-            while c in taken or (ops and c < len(pads) and pads[c].clash(ops)):
+            while c in taken or (ops and c < len(pads) and self._clash(pads[c], ops)):
                 c += 1
             colour[i] = c
             while len(pads) <= c:
-                pads.append(_Pads(self._order))
-            pads[c].add(ops)
+                pads.append([[] for _ in range(self._order.chains)])
+            for op in ops:
+                insort(pads[c][self._order.chain[op]], int(self._order.pos[op]))
         numbers = np.asarray([colour.get(i, 0) for i in which.tolist()], dtype=np.int64)
         return [which[numbers == c] for c in range(int(numbers.max(initial=-1)) + 1)]
 
-
-class _Pads:
-    """Operations that use one segment's signal pad, by chain and place."""
-
-    def __init__(self, order: Order) -> None:
-        self._order = order
-        self._places: list[list[int]] = [[] for _ in range(order.chains)]
-
-    def add(self, ops: list[int]) -> None:
-        for op in ops:
-            insort(self._places[self._order.chain[op]], int(self._order.pos[op]))
-
-    def clash(self, ops: list[int]) -> bool:
-        """Whether an operation here is unordered with one of ``ops``."""
+    def _clash(self, used: list[list[int]], ops: list[int]) -> bool:
+        """Whether an operation that uses a segment's pad is unordered with one of ``ops``."""
         numbers = np.asarray(ops, dtype=np.int64)
         before = self._order.entry(numbers)
         after = self._order.exit(numbers)
         for k, op in enumerate(ops):
-            for c, places in enumerate(self._places):
+            for c, places in enumerate(used):
                 if not places or c == self._order.chain[op]:
                     continue
                 # Neither before (place <= before) nor after (place >= after) the operation.

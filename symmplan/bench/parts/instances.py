@@ -19,14 +19,9 @@ __all__ = ["cut_rectangle", "fsdp_program", "loosened", "moe_program", "steady_s
 __all__ += ["stream_program", "tensor_parallel_program", "waves"]
 
 
-class _Random(Random):
-    def between(self, low: int, high: int) -> int:
-        """A whole number from ``low`` to ``high``, both included."""
-        return low + self.below(high - low + 1)
-
-    def pick(self, values: Sequence[int]) -> int:
-        """One of some values."""
-        return values[self.below(len(values))]
+def _between(random: Random, low: int, high: int) -> int:
+    """A whole number from ``low`` to ``high``, both included."""
+    return low + random.below(high - low + 1)
 
 
 def cut_rectangle(
@@ -41,7 +36,7 @@ def cut_rectangle(
         height: Bytes; the peak of the perfect packing.
         grain: Cuts between bytes lie on multiples of this.
     """
-    random = _Random(seed)
+    random = Random(seed)
     done = [(0, width, 0, height)]
     while len(done) < pieces:
         # Large pieces are cut more often.
@@ -51,11 +46,11 @@ def cut_rectangle(
         )
         a, b, low, high = done[k]
         if random.below(2) and b - a > 1:
-            t = random.between(a + 1, b - 1)
+            t = _between(random, a + 1, b - 1)
             done[k] = (a, t, low, high)
             done.append((t, b, low, high))
         elif high - low > grain:
-            y = low + grain * random.between(1, (high - low - 1) // grain)
+            y = low + grain * _between(random, 1, (high - low - 1) // grain)
             done[k] = (a, b, low, y)
             done.append((a, b, y, high))
     return [(f"b{i}", a, b, high - low) for i, (a, b, low, high) in enumerate(done)]
@@ -69,7 +64,7 @@ def loosened(intervals: list[Interval], *, seed: int = 0, per_mille: int = 20) -
         seed: Which of many.
         per_mille: How much of a piece's size is lost at most, in thousandths.
     """
-    random = _Random(seed)
+    random = Random(seed)
     result = []
     for name, begin, end, nbytes in intervals:
         size = nbytes - nbytes * random.below(per_mille + 1) // 1000 if random.below(3) else nbytes
@@ -89,9 +84,9 @@ def waves(
         capacity: About the most bytes live at once.
         sections: Dense stretches; some buffers span several.
     """
-    random = _Random(seed)
+    random = Random(seed)
     span = 4 * buffers // sections
-    typical = [capacity * random.between(4, 90) // 1000 // 128 * 128 + 128 for _ in range(9)]
+    typical = [capacity * _between(random, 4, 90) // 1000 // 128 * 128 + 128 for _ in range(9)]
     horizon = span * sections
     live = [0] * horizon
     result: list[Interval] = []
@@ -104,12 +99,12 @@ def waves(
             least, most = span // 2, 2 * span
         elif kind < 4:
             least, most = span // 10, span // 3
-        length = random.between(least, most)
+        length = _between(random, least, most)
         begin = random.below(max(1, horizon - length))
         end = min(horizon, begin + length)
-        size = random.pick(typical)
+        size = typical[random.below(len(typical))]
         if random.below(3) == 0:
-            size = size // random.pick([2, 3, 4, 8]) // 32 * 32 + 32
+            size = size // (2, 3, 4, 8)[random.below(4)] // 32 * 32 + 32
         if max(live[begin:end]) + size > capacity:
             continue
         for t in range(begin, end):
@@ -120,9 +115,9 @@ def waves(
 
 def steady_stream(buffers: int, *, seed: int = 0, overlap: int = 100) -> list[Interval]:
     """Buffers that begin one per instant and of which about ``overlap`` live at a time."""
-    random = _Random(seed)
+    random = Random(seed)
     return [
-        (f"b{i}", i, i + random.between(1, 2 * overlap - 1), 256 * random.between(1, 64))
+        (f"b{i}", i, i + _between(random, 1, 2 * overlap - 1), 256 * _between(random, 1, 64))
         for i in range(buffers)
     ]
 
@@ -264,15 +259,15 @@ def stream_program(operations: int, *, streams: int = 4, seed: int = 0) -> Probl
         streams: How many.
         seed: Which of many.
     """
-    random = _Random(seed)
+    random = Random(seed)
     b = _ProgramBuilder()
     for i in range(operations):
         after = []
         if i >= 16 and i % 3 == 0:
-            after = [f"o{i - random.between(1, 15)}"]
+            after = [f"o{i - _between(random, 1, 15)}"]
         touched = []
         if i % 2 == 0:
-            touched.append(b.buffer(f"b{i}", 256 * random.between(1, 64), "g"))
+            touched.append(b.buffer(f"b{i}", 256 * _between(random, 1, 64), "g"))
         elif i > 8:
             touched.append(f"b{(i - 1 - 2 * random.below(4))}")
         b.op(f"o{i}", *touched, stream=f"s{i % streams}", after=after)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from symmplan.model import Plan
-    from symmplan.planner.verify.sharing import Reuse
+    from symmplan.planner.verify.sharing import Pairs
     from symmplan.planner.verify.structure import User
 
 __all__ = ["check_barriers"]
@@ -52,7 +52,11 @@ class _Need(NamedTuple):
 
 
 def check_barriers(
-    plan: Plan, users: list[User], owner: Mapping[str, int], reuse: Reuse, clocks: Clocks
+    plan: Plan,
+    users: list[User],
+    owner: Mapping[str, int],
+    reuse: tuple[Pairs, Pairs],
+    clocks: Clocks,
 ) -> None:
     """Check that the listed barriers are known and suffice.
 
@@ -64,9 +68,7 @@ def check_barriers(
     exposed = _exposed(plan, users, owner)
     if not exposed:
         return
-    passed = [
-        [p for p in pairs if not exposed.isdisjoint(p)] for pairs in (reuse.pairs, reuse.wraps)
-    ]
+    passed = [[p for p in pairs if not exposed.isdisjoint(p)] for pairs in reuse]
     wanted = exposed.union(*chain(*passed))
     spans = _spans(plan, users, owner, wanted)
     needs = [

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-from attrs import frozen
 
 from symmplan.planner.verify.structure import fail
 
@@ -25,23 +24,14 @@ if TYPE_CHECKING:
     from symmplan.planner.verify.clocks import Clocks, Touches
     from symmplan.planner.verify.structure import User
 
-__all__ = ["Reuse", "check_pads", "check_sharing"]
+__all__ = ["check_pads", "check_sharing"]
 
 #: Above this many operations, pads that only their own buffer leaves unordered are not told apart.
 MAX_PAD_PAIRS = 4096
 
 
-@frozen
-class Reuse:
-    """Consecutive users of some byte, as indices of users.
-
-    Attributes:
-        pairs: (earlier, later) within one run of the program.
-        wraps: (last, first) from one run of the program to the next; a user may follow itself.
-    """
-
-    pairs: tuple[tuple[int, int], ...]
-    wraps: tuple[tuple[int, int], ...]
+#: Pairs (earlier, later) of consecutive users of some byte, as indices of users.
+Pairs: TypeAlias = list[tuple[int, int]]
 
 
 class _Bytes:
@@ -85,15 +75,19 @@ class _Bytes:
         return found
 
 
-def check_sharing(plan: Plan, users: list[User], touches: Touches) -> Reuse:
+def check_sharing(plan: Plan, users: list[User], touches: Touches) -> tuple[Pairs, Pairs]:
     """Check that no two users that may be live together share a byte. See [Note: users of a byte].
+
+    Returns:
+        Who follows whom within one run of the program, and from one run to the next, where a user
+        may follow itself.
 
     Raises:
         VerificationError: Two of them do (``overlap``).
     """
     space = {s.name: _Bytes(s.nbytes) for s in plan.segments}
     first = touches.first.tolist()
-    pairs: list[tuple[int, int]] = []
+    pairs: Pairs = []
     for u in sorted(range(len(users)), key=first.__getitem__):
         user = users[u]
         pairs += [(b, u) for b in space[user.segment].take(user.offset, user.end, u)]
@@ -103,10 +97,10 @@ def check_sharing(plan: Plan, users: list[User], touches: Touches) -> Reuse:
             _overlap(users[a], users[b], None, None)
     _check_order(pairs, users, touches)
     wraps = {w for s in space.values() for w in s.wraps()}
-    return Reuse(tuple(pairs), tuple(sorted(wraps)))
+    return pairs, sorted(wraps)
 
 
-def _check_order(pairs: list[tuple[int, int]], users: list[User], touches: Touches) -> None:
+def _check_order(pairs: Pairs, users: list[User], touches: Touches) -> None:
     if not pairs:
         return
     clocks = touches.clocks

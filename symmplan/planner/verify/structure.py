@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+import networkx as nx
+
 from symmplan.errors import VerificationError
 
 if TYPE_CHECKING:
@@ -177,22 +179,18 @@ class User(NamedTuple):
 
 def users_of(plan: Plan) -> tuple[list[User], dict[str, int]]:
     """The users of a plan whose structure was checked, and the number of each buffer's."""
-    links: dict[str, list[str]] = {}
-    for a, b in plan.problem.together:
-        links.setdefault(a, []).append(b)
-        links.setdefault(b, []).append(a)
+    joined = nx.connected_components(nx.Graph(plan.problem.together))
+    linked = {name: tuple(sorted(names)) for names in joined for name in names}
     buffers = {b.name: b for b in plan.problem.buffers}
     owner: dict[str, int] = {}
     users: list[User] = []
     for name, first in buffers.items():
         if name in owner:
             continue
-        place = plan.placements[name]
-        names: tuple[str, ...] = (name,)
+        place, names = plan.placements[name], linked.get(name, (name,))
         end, align = place.end, first.align
         persistent, pinned = first.persistent, first.offset is not None
-        if name in links:
-            names = tuple(sorted(_linked(name, links)))
+        if len(names) > 1:
             merged = [buffers[n] for n in names]
             end = place.offset + max(m.nbytes for m in merged)
             align = max(m.align for m in merged)
@@ -204,12 +202,3 @@ def users_of(plan: Plan) -> tuple[list[User], dict[str, int]]:
             User(names, first.group, place.segment, place.offset, end, align, persistent, pinned)
         )
     return users, owner
-
-
-def _linked(name: str, links: dict[str, list[str]]) -> set[str]:
-    found, todo = {name}, [name]
-    while todo:
-        fresh = set(links.get(todo.pop(), ())) - found
-        found |= fresh
-        todo += fresh
-    return found

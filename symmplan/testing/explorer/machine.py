@@ -25,7 +25,7 @@ machine knows nothing else. `behaviours` says which steps an op consists of.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from attrs import define, field, frozen
 
@@ -87,6 +87,9 @@ class Wait:
 
 
 Step: TypeAlias = Read | Write | Post | Wait
+#: The number of each value, which is a label and the values that it is applied to. They are counted
+#: in this order. See [Note: values].
+Symbols: TypeAlias = dict[Hashable, int]
 
 
 @frozen
@@ -98,21 +101,6 @@ class Thread:
     iteration: int
     part: str
     steps: tuple[Step, ...]
-
-
-@define(eq=False)
-class Symbols:
-    """Numbers for values. See [Note: values]."""
-
-    numbers: dict[Hashable, int] = field(factory=dict)
-
-    def number(self, meaning: Hashable) -> int:
-        """The number of a value; a new one where it was never seen."""
-        return self.numbers.setdefault(meaning, len(self.numbers))
-
-    def meanings(self) -> list[Any]:
-        """Each number's value: a label and the values that it is applied to."""
-        return list(self.numbers)
 
 
 @frozen
@@ -192,10 +180,10 @@ class Interleaver:
             if step.label is None:
                 (value,) = parts
             else:
-                value = self.symbols.number((step.label, parts))
+                value = self._number((step.label, parts))
             self._memory[step.cell] = value
         else:
-            unwritten = self.symbols.number(("unwritten", step.cell))
+            unwritten = self._number(("unwritten", step.cell))
             value = self._memory.get(step.cell, unwritten)
             self._known[thread] += (value,)
         event = Transition(thread, self._at[thread], step.cell, write, value, past, led)
@@ -207,6 +195,10 @@ class Interleaver:
         self._at[thread] += 1
         self._settle([thread])
         return event
+
+    def _number(self, meaning: Hashable) -> int:
+        """The number of a value; a new one where it was never seen."""
+        return self.symbols.setdefault(meaning, len(self.symbols))
 
     def _settle(self, threads: list[int]) -> None:
         while threads:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
 from symmplan.testing.explorer.behaviours import BEHAVIOURS, CallParts
 from symmplan.testing.explorer.calls import TinyBuffer, TinyCall
-from symmplan.testing.explorer.machine import Post, Symbols, Thread, Wait, lockstep, search
+from symmplan.testing.explorer.machine import Post, Thread, Wait, lockstep, search
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
-    from symmplan.testing.explorer.machine import Flag, Step, Transition
+    from symmplan.testing.explorer.machine import Flag, Step, Symbols, Transition
 
 __all__ = [
     "TinyBuffer",
@@ -265,10 +265,10 @@ def explore(
     right after 1 run
     """
     plan = plan or TinyPlan()
-    symbols = Symbols()
+    symbols: Symbols = {}
     right = threads_of(program, reference or TinyPlan(), apart=True)
     expected = lockstep(right, symbols)
-    meanings = symbols.meanings()
+    meanings: list[Any] = list(symbols)
     for (reader, _), value in expected.items():
         meaning = meanings[value]
         if meaning[0] == "unwritten":
@@ -288,15 +288,15 @@ def explore(
         owner,
         cell,
         tuple(b.name for b in program.buffers if cell in plan.of(b)),
-        _meaning(symbols, last.value),
-        _meaning(symbols, outcome.expected),
+        _told(list(symbols)[last.value]),
+        _told(list(symbols)[outcome.expected]),
         tuple(_schedule(outcome.events, threads)),
     )
     return Verdict("wrong", outcome.runs, wrong)
 
 
-def _meaning(symbols: Symbols, value: int) -> str:
-    meaning = symbols.meanings()[value]
+def _told(meaning: Any) -> str:
+    """A value, for people."""
     if meaning[0] == "unwritten":
         return "what nobody has written"
     (made_by, kind, *where), _ = meaning
