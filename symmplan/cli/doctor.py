@@ -15,9 +15,9 @@ import importlib.metadata
 import os
 import platform
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from attrs import asdict, frozen
+from attrs import asdict
 
 from symmplan import __version__
 from symmplan.cli import group
@@ -26,7 +26,7 @@ from symmplan.report.format import size
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["Check", "add_arguments", "cxx_compiler", "render", "run"]
+__all__ = ["add_arguments", "cxx_compiler", "render", "run"]
 
 #: Where POSIX shared memory lives on Linux.
 _SHM = Path("/dev/shm")  # noqa: S108
@@ -37,21 +37,20 @@ _TESTED, _NEWEST = ((2, 11), (2, 13)), (2, 15)
 _WRITTEN_FOR = "2.11 to 2.15"
 
 
-@frozen
-class Check:
+#: One line of the doctor; see `_check`.
+Check: TypeAlias = dict[str, str]
+
+
+def _check(name: str, status: Literal["ok", "missing", "fix"], detail: str, fix: str = "") -> Check:
     """One line of the doctor.
 
-    Attributes:
+    Args:
         name: What was looked at.
         status: As in the module's docstring.
         detail: What was found, or what it turns off.
         fix: One action, where there is one.
     """
-
-    name: str
-    status: Literal["ok", "missing", "fix"]
-    detail: str
-    fix: str = ""
+    return {"name": name, "status": status, "detail": detail, "fix": fix}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,13 +76,13 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     python = f"{platform.python_version()} on {platform.platform(terse=True)}"
     # What the process may use, which in a container is less than what the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = [Check("python", "ok", python), Check("cores", "ok", f"{cores} usable")]
+    found = [_check("python", "ok", python), _check("cores", "ok", f"{cores} usable")]
     found += [*_shared_memory(), _compiler(), *_torch()]
     seams = _seams()
     return {
-        "ok": all(check.status != "fix" for check in found) and not any(map(_is_fatal, seams)),
+        "ok": all(check["status"] != "fix" for check in found) and not any(map(_is_fatal, seams)),
         "symmplan": __version__,
-        "checks": [asdict(check) for check in found],
+        "checks": found,
         "seams": seams,
     }
 
@@ -99,7 +98,7 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _lines(checks: list[dict[str, Any]]) -> list[str]:
+def _lines(checks: list[Check]) -> list[str]:
     lines = []
     for check in checks:
         lines.append(f"  {check['status']:7}  {check['name']}  {check['detail']}")
@@ -110,21 +109,21 @@ def _lines(checks: list[dict[str, Any]]) -> list[str]:
 
 def _shared_memory() -> list[Check]:
     if not _SHM.is_dir():
-        return [Check(str(_SHM), "fix", "does not exist", 'use Linux, or memory="local"')]
+        return [_check(str(_SHM), "fix", "does not exist", 'use Linux, or memory="local"')]
     stat = os.statvfs(_SHM)
     total, free = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
-    room = Check(str(_SHM), "ok", f"{size(free)} free of {size(total)}")
+    room = _check(str(_SHM), "ok", f"{size(free)} free of {size(total)}")
     if free < _SHM_WANTED:
-        detail = f"{room.detail}: too little for a model's segments"
+        detail = f"{room['detail']}: too little for a model's segments"
         fix = "mount -o remount,size=4G /dev/shm, or docker run --shm-size=4g"
-        room = Check(str(_SHM), "fix", detail, fix)
+        room = _check(str(_SHM), "fix", detail, fix)
     try:
         os.close(os.open(_SHM, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600))
     except (AttributeError, OSError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         detail = f"{reason}: segments are named, then unlinked"
-        return [room, Check("O_TMPFILE", "missing", detail)]
-    return [room, Check("O_TMPFILE", "ok", "segments need never have a name")]
+        return [room, _check("O_TMPFILE", "missing", detail)]
+    return [room, _check("O_TMPFILE", "ok", "segments need never have a name")]
 
 
 def cxx_compiler() -> str | None:
@@ -140,8 +139,8 @@ def cxx_compiler() -> str | None:
 def _compiler() -> Check:
     found = cxx_compiler()
     if found is not None:
-        return Check("C++ compiler", "ok", f"{found}: Inductor can compile for the CPU")
-    return Check(
+        return _check("C++ compiler", "ok", f"{found}: Inductor can compile for the CPU")
+    return _check(
         "C++ compiler",
         "missing",
         'Inductor cannot compile for the CPU; the demo uses inner="eager"',
@@ -154,7 +153,7 @@ def _torch() -> list[Check]:
     try:
         import torch
     except ImportError as error:
-        return [Check("torch", "fix", f"cannot be imported: {error}", fix)]
+        return [_check("torch", "fix", f"cannot be imported: {error}", fix)]
     return [
         _version(str(torch.__version__), fix),
         *_distributed(),
@@ -170,13 +169,13 @@ def _version(torch: str, fix: str) -> Check:
     tested = " and ".join(f"{a}.{b}" for a, b in _TESTED)
     known = f"symmplan is written for torch {_WRITTEN_FOR}, and tested with {tested}"
     if minor in _TESTED:
-        return Check("torch", "ok", f"{torch}: symmplan is tested with this version")
+        return _check("torch", "ok", f"{torch}: symmplan is tested with this version")
     if minor < _TESTED[0]:
-        return Check("torch", "fix", f"{torch}: too old; {known}", fix)
+        return _check("torch", "fix", f"{torch}: too old; {known}", fix)
     if minor > _NEWEST:
         detail = f"{torch}: newer than symmplan knows; {known}. See the private names below"
-        return Check("torch", "ok", detail)
-    return Check("torch", "ok", f"{torch}: should work; {known}")
+        return _check("torch", "ok", detail)
+    return _check("torch", "ok", f"{torch}: should work; {known}")
 
 
 def _distributed() -> list[Check]:
@@ -184,10 +183,10 @@ def _distributed() -> list[Check]:
 
     none, fix = "not in this build", "install an official wheel of torch"
     if not dist.is_available():
-        return [Check("torch.distributed", "fix", none, fix)]
+        return [_check("torch.distributed", "fix", none, fix)]
     if not dist.is_gloo_available():
-        return [Check("gloo", "fix", none, fix), _nccl()]
-    return [Check("gloo", "ok", "ranks on the CPU can meet"), _nccl()]
+        return [_check("gloo", "fix", none, fix), _nccl()]
+    return [_check("gloo", "ok", "ranks on the CPU can meet"), _nccl()]
 
 
 def _nccl() -> Check:
@@ -196,11 +195,11 @@ def _nccl() -> Check:
 
     version = nccl.version()
     if not version:
-        return Check("NCCL", "missing", 'not in this build: memory="nccl" is off')
+        return _check("NCCL", "missing", 'not in this build: memory="nccl" is off')
     text = ".".join(map(str, version))
     if version < BACKENDS["nccl"].nccl:
-        return Check("NCCL", "missing", f"{text}: symmetric memory needs 2.27 or later")
-    return Check("NCCL", "ok", text)
+        return _check("NCCL", "missing", f"{text}: symmetric memory needs 2.27 or later")
+    return _check("NCCL", "ok", text)
 
 
 def _features() -> list[Check]:
@@ -208,7 +207,7 @@ def _features() -> list[Check]:
     import torch
 
     def check(name: str, present: bool, without: str) -> Check:
-        return Check(name, "ok" if present else "missing", "found" if present else without)
+        return _check(name, "ok" if present else "missing", "found" if present else without)
 
     try:
         from torch.distributed.fsdp import FSDPModule
@@ -236,14 +235,14 @@ def _symmetric_memory() -> Check:
     try:
         nvshmem = has_nvshmem()
     except ImportError as error:
-        return Check(name, "missing", f"cannot be imported: {error}")
+        return _check(name, "missing", f"cannot be imported: {error}")
     if not torch.cuda.is_available():
         off = 'no GPU: memory="nccl", "cuda" and "nvshmem" are off; "shm" and "local" work'
-        return Check(name, "missing", off)
+        return _check(name, "missing", off)
     found = ["CUDA", *(["NVSHMEM"] if nvshmem else [])]
-    found += ["NCCL"] if _nccl().status == "ok" else []
+    found += ["NCCL"] if _nccl()["status"] == "ok" else []
     gpus = f"{torch.cuda.device_count()} GPUs, {torch.cuda.get_device_name(0)}"
-    return Check(name, "ok", f"backends {', '.join(found)}; {gpus}")
+    return _check(name, "ok", f"backends {', '.join(found)}; {gpus}")
 
 
 def _seams() -> list[dict[str, Any]]:
@@ -261,7 +260,7 @@ def _is_fatal(seam: dict[str, Any]) -> bool:
     return bool(seam["missing"]) and seam["carries"] == "correctness"
 
 
-def _as_check(seam: dict[str, Any]) -> dict[str, Any]:
+def _as_check(seam: dict[str, Any]) -> Check:
     """The line of a seam."""
     detail, fix = f"{seam['carries']}: {seam['rests']}", ""
     if seam["undone"]:
@@ -273,15 +272,15 @@ def _as_check(seam: dict[str, Any]) -> dict[str, Any]:
     if _is_fatal(seam):
         fix = f"install torch {_WRITTEN_FOR}, or a newer symmplan"
         status = "fix"
-    return asdict(Check(seam["name"], status, detail, fix))
+    return _check(seam["name"], status, detail, fix)
 
 
 def _entry_point() -> Check:
     name = 'torch.compile(backend="symmplan")'
     group = importlib.metadata.entry_points(group="torch_dynamo_backends")
     if any(point.name == "symmplan" for point in group):
-        return Check(name, "ok", "the dynamo entry point is installed")
-    return Check(
+        return _check(name, "ok", "the dynamo entry point is installed")
+    return _check(
         name,
         "fix",
         "the dynamo entry point is not installed",

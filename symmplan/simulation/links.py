@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, field, fields, frozen, validators
 
 from symmplan.errors import OptionError
+from symmplan.registry.catalogue import collective_of, runs_on_groups
 
 if TYPE_CHECKING:
     import os
@@ -47,41 +48,28 @@ class Span:
     each: int = 0
 
 
-#: Of which kind an op is, which says how many bytes pass.
-_KINDS: Mapping[str, Literal["gather", "sum", "both", "exchange", "copy"]] = {
-    **dict.fromkeys(
-        (
-            *("all_gather", "c10d::allgather_", "c10d::_allgather_base_"),
-            *("c10d::allgather_into_tensor_coalesced_", "c10d::gather_", "c10d::scatter_"),
-            "symmplan::all_gather_out",
-            *(f"_c10d_functional::all_gather_into_tensor{s}" for s in ("", "_out", "_coalesced")),
-        ),
-        "gather",
-    ),
-    **dict.fromkeys(
-        (
-            *("reduce_scatter", "c10d::reduce_scatter_", "c10d::_reduce_scatter_base_"),
-            *("c10d::reduce_scatter_tensor_coalesced_", "symmplan::reduce_scatter_out"),
-            *(f"_c10d_functional::reduce_scatter_tensor{s}" for s in ("", "_out", "_coalesced")),
-        ),
-        "sum",
-    ),
-    **dict.fromkeys(
-        (
-            *("c10d::allreduce_", "c10d::allreduce_coalesced_", "symmplan::all_reduce_out"),
-            *("_c10d_functional::all_reduce", "_c10d_functional::all_reduce_"),
-            *(f"_c10d_functional::all_reduce_coalesced{s}" for s in ("", "_")),
-        ),
-        "both",
-    ),
-    **dict.fromkeys(
-        (
-            *("all_to_all", "c10d::alltoall_", "c10d::alltoall_base_"),
-            *("_c10d_functional::all_to_all_single", "symmplan::all_to_all_single_out"),
-        ),
-        "exchange",
-    ),
+#: Those of which a part passes, by the number of ranks. Of others the largest tensor does, whole.
+_SPREAD = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
+#: Those that are in no row of the catalogue: FSDP2's, of experts, of lists, symmplan's own.
+_MORE: Mapping[str, str] = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "c10d::allgather_": "all-gather",
+    "c10d::gather_": "all-gather",
+    "c10d::scatter_": "all-gather",
+    "c10d::reduce_scatter_": "reduce-scatter",
+    "c10d::alltoall_": "all-to-all",
+    "symmplan::all_gather_out": "all-gather",
+    "symmplan::reduce_scatter_out": "reduce-scatter",
+    "symmplan::all_reduce_out": "all-reduce",
+    "symmplan::all_to_all_single_out": "all-to-all",
 }
+
+
+def _collective(op: str) -> str:
+    """What passes between ranks in an op."""
+    return _MORE.get(op) or (collective_of(op) if runs_on_groups(op) else "")
 
 
 @frozen(kw_only=True)
@@ -128,18 +116,16 @@ class Links:
             span: How its group lies on the machine.
             algorithm: How it runs.
         """
-        n, kind = span.ranks, _KINDS.get(op, "copy")
+        n, kind = span.ranks, _collective(op)
         if n == 1 or not nbytes:
             return 0.0
         if algorithm == "two-level":
             return self.start + self._two_levels(kind, nbytes, span)
-        turns = 2 if kind == "both" else 1
-        passes = turns * nbytes * (n - 1) / n
-        if kind == "copy":
-            passes = nbytes
+        turns = 2 if kind == "all-reduce" else 1
+        passes = turns * nbytes * (n - 1) / n if kind in _SPREAD else nbytes
         if algorithm != "ordinary":
             return self.start + self.within_latency + passes / self.within
-        if kind == "exchange":
+        if kind == "all-to-all":
             return self.start + self._exchange(nbytes, span)
         steps = turns * (n - span.domains), turns * (span.domains - 1)
         latency = steps[0] * self.within_latency + steps[1] * self.between_latency
@@ -164,11 +150,10 @@ class Links:
         n, h, each = span.ranks, span.domains, max(1, span.each)
         steps = (h - 1) * self.between_latency + self.within_latency
         near = nbytes * (each - 1) / each / self.within
-        if kind == "gather":  # at the same time, but for the last part
-            far = nbytes / n * (h - 1) / self.between
-            return steps + max(near, far) + min(near, far) / _PARTS
         far = nbytes / n * (h - 1) / self.between
-        if kind == "sum":
+        if kind == "all-gather":  # at the same time, but for the last part
+            return steps + max(near, far) + min(near, far) / _PARTS
+        if kind == "reduce-scatter":
             return steps + near + far
         return 2 * (steps + near + far)
 

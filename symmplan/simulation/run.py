@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from attrs import define
 
 from symmplan.coordination.own import in_own_work
-from symmplan.coordination.world import Planner, SimulatedCall, World, current, enter, leave
+from symmplan.coordination.world import SimulatedCall, World, current, enter, leave
 from symmplan.errors import BackendError, OptionError, SimulationError
 from symmplan.memory import BACKENDS
 from symmplan.memory.topology import simulated
@@ -140,16 +139,18 @@ def simulate(
     world.reads_values = fake_world.reads_values
     ran = Ran(world)
     ops, begin = 0, time.monotonic()
-    told, pace = begin, _Pace()
+    told = forward = begin  # the second: the last time that no parameter had a gradient
 
     def seen(op: Any, args: Sequence[Any], results: Any) -> None:
-        nonlocal ops, told
+        nonlocal ops, told, forward
         ops += 1
         ran.planned()
         if ops % 100 == 0 and time.monotonic() - told >= _TELL:
             told = time.monotonic()
             rate = ops / (told - begin)
-            calls, left = len(world.calls), pace.left(storages.with_gradients(), told - begin)
+            share = storages.with_gradients()
+            forward = told if share == 0 else forward
+            calls, left = len(world.calls), _left(share, told - forward)
             progress(f"{ops:,} ops, {rate:,.0f} a second; {calls:,} planned collectives{left}")
         storages.results(results)
         if op.namespace in _COLLECTIVES and not world.quiet:
@@ -198,28 +199,16 @@ def simulate(
         gc.collect()
 
 
-@define
-class _Pace:
-    """How long a simulated step still takes.
+def _left(share: float, passed: float) -> str:
+    """How long a simulated step still takes, for people; empty before its backward.
 
-    Attributes:
-        forward: Seconds that passed before any parameter had a gradient.
+    Args:
+        share: How many of the parameters have their gradients, from 0 to 1.
+        passed: Seconds since the first of them had none.
     """
-
-    forward: float = 0.0
-
-    def left(self, share: float, passed: float) -> str:
-        """An estimate for people; empty while a step has not come to its backward.
-
-        Args:
-            share: How many of the parameters have their gradients, from 0 to 1.
-            passed: Seconds since the beginning.
-        """
-        if share == 0:
-            self.forward = passed
-        if not 0 < share < 1:
-            return ""
-        return f"; about {(passed - self.forward) / share * (1 - share):.0f} s left of this step"
+    if not 0 < share < 1:
+        return ""
+    return f"; about {passed / share * (1 - share):.0f} s left of this step"
 
 
 def _report(
@@ -230,7 +219,8 @@ def _report(
     for planner, known_by, storage in world.buffers:
         if planner.algorithm(known_by) != "ordinary":
             storage.kind = "placed"
-    held = {storage for planner, known, storage in world.held if _pushes(planner, known)}
+    # A push has its gradients until it is over.
+    held = {s for planner, known_by, s in world.held if planner.algorithm(known_by) in PUSHES}
     rows = [Row(call, algorithm, _span(call, world)) for call, algorithm in _algorithms(ran)]
     return SimulationReport(
         ranks=world.ranks,
@@ -261,7 +251,8 @@ def _algorithms(ran: Ran) -> Iterator[tuple[SimulatedCall, AlgorithmName]]:
         if planner is not None:
             algorithm = planner.algorithm(known_by)
         elif known_by:  # in a placement
-            algorithm = ruled(table, call.op, _size(call.group), call.nbytes, world.memory)[0]
+            size = group_by_name(call.group).size()
+            algorithm = ruled(table, call.op, size, call.nbytes, world.memory)[0]
             algorithm = "symmetric" if algorithm == "ordinary" else algorithm
         yield call, _in_levels(call, algorithm, world)
 
@@ -282,15 +273,6 @@ def _span(call: SimulatedCall, world: World) -> Span:
     there = Counter(rank // each for rank in ranks)
     counts = {*there.values()}
     return Span(len(ranks), len(there), counts.pop() if len(counts) == 1 else 0)
-
-
-def _pushes(planner: Planner, known_by: Any) -> bool:
-    """Whether a collective is a push, which has its gradients until it is over."""
-    return planner.algorithm(known_by) in PUSHES
-
-
-def _size(group: str) -> int:
-    return int(group_by_name(group).size())
 
 
 def _call(op: Any, args: Sequence[Any], results: Any) -> SimulatedCall | None:

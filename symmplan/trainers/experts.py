@@ -17,7 +17,6 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import frozen
 from torch import nn
 
 from symmplan.errors import CaptureError
@@ -87,8 +86,9 @@ def split_experts(
             got=f"{wrong} experts",
             fix="take a group of fewer ranks",
         )
+    run = _runs(via, padded)
     for module in found:
-        _split(module, _Share(via, padded))
+        _split(module, via, run)
     return via
 
 
@@ -101,23 +101,15 @@ def is_experts(module: nn.Module) -> bool:
     return names[:3] == _ARGUMENTS and all(p.dim() and len(p) == count for p in parameters)
 
 
-@frozen
-class _Share:
-    """How a module's tokens go to their experts.
+def _runs(via: ExpertParallel, padded: bool) -> Callable[..., torch.Tensor]:
+    """What runs the experts of all ranks; a function, which a copy of the model has, too.
 
-    Attributes:
-        via: What moves them.
+    Args:
+        via: What moves the rows.
         padded: See `split_experts`.
     """
 
-    via: ExpertParallel
-    padded: bool
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Share:
-        return self  # a copy of the model is on the same ranks
-
     def run(
-        self,
         experts: Callable[..., torch.Tensor],
         count: int,
         tokens: torch.Tensor,
@@ -138,27 +130,29 @@ class _Share:
         number, top_k = index.shape
         ids = index.reshape(-1)
         order = ids.argsort(stable=True)  # by expert, and so by rank
-        counts = torch.zeros(self.via.ranks, dtype=torch.int64, device=ids.device)
+        counts = torch.zeros(via.ranks, dtype=torch.int64, device=ids.device)
         counts.scatter_add_(0, ids // count, torch.ones_like(ids))
-        more = {"rows": number * top_k} if self.padded else {}
-        routes = self.via.routes(counts, **more)
-        which = self.via.exchange(ids[order] % count, routes)
-        inside = self.via.dispatch(tokens.index_select(0, order // top_k), routes)
+        more = {"rows": number * top_k} if padded else {}
+        routes = via.routes(counts, **more)
+        which = via.exchange(ids[order] % count, routes)
+        inside = via.dispatch(tokens.index_select(0, order // top_k), routes)
         rows = len(inside)
         if not rows:  # see [Note: no rows]
             inside = nn.functional.pad(inside, (0, 0, 0, 1))
             which = which.new_zeros(1)
         made = experts(inside, which.unsqueeze(1), weights.new_ones(len(inside), 1))
-        outside = self.via.combine(made[:rows], routes)
+        outside = via.combine(made[:rows], routes)
         back = torch.zeros_like(outside).index_copy(0, order, outside)
         weighted = back.view(number, top_k, -1) * weights.unsqueeze(-1)
         return weighted.sum(1).to(tokens.dtype)
+
+    return run
 
 
 class _SplitExperts:
     """What a class of experts becomes on a rank that has some of them."""
 
-    _symmplan_share: _Share
+    _symmplan_run: Callable[..., torch.Tensor]
     num_experts: int
 
     def forward(
@@ -166,14 +160,13 @@ class _SplitExperts:
     ) -> torch.Tensor:
         """As the class it was. Collective: yes, and so is its backward."""
         here: Any = super()
-        return self._symmplan_share.run(
+        return self._symmplan_run(
             here.forward, self.num_experts, hidden_states, top_k_index, top_k_weights
         )
 
 
-def _split(module: Any, share: _Share) -> None:
+def _split(module: Any, via: ExpertParallel, run: Callable[..., torch.Tensor]) -> None:
     """Leave a rank its part of the experts of a module."""
-    via = share.via
     count = module.num_experts // via.ranks
     mine = slice(via.rank * count, (via.rank + 1) * count)
     for owner in module.modules():
@@ -181,6 +174,6 @@ def _split(module: Any, share: _Share) -> None:
             part = parameter.detach()[mine].clone()
             setattr(owner, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
     module.num_experts = count
-    module._symmplan_share = share
+    module._symmplan_run = run
     kind = type(module)
     module.__class__ = type(f"Split{kind.__name__}", (_SplitExperts, kind), {})

@@ -277,7 +277,7 @@ def test_doctor_finds_too_little_shared_memory(monkeypatch):
     stat = types.SimpleNamespace(f_frsize=4096, f_blocks=16384, f_bavail=16384)  # Docker's 64 MiB
     monkeypatch.setattr(doctor.os, "statvfs", lambda path: stat)
     check = doctor._shared_memory()[0]
-    assert (check.status, check.detail) == (
+    assert (check["status"], check["detail"]) == (
         "fix",
         "64 MiB free of 64 MiB: too little for a model's segments",
     )

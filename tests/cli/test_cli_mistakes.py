@@ -308,9 +308,9 @@ def test_a_benchmark_on_devices_that_are_not_there(devices, ranks, fix, monkeypa
 )
 def test_doctor_says_which_versions_of_torch_are_tested(version, status, said):
     check = doctor._version(version, "install another")
-    assert (check.status, check.fix) == (status, "install another" if status == "fix" else "")
-    assert check.detail.startswith(f"{version}: ")
-    assert said in check.detail
+    assert (check["status"], check["fix"]) == (status, "install another" if status == "fix" else "")
+    assert check["detail"].startswith(f"{version}: ")
+    assert said in check["detail"]
 
 
 # ---- completion ------------------------------------------------------------------------------

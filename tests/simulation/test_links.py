@@ -17,7 +17,7 @@ from symmplan.coordination.world import SimulatedCall, World
 from symmplan.errors import OptionError
 from symmplan.simulation import PRESETS, Links, simulate
 from symmplan.simulation.links import Span, links_of
-from symmplan.simulation.run import _Pace
+from symmplan.simulation.run import _left
 from symmplan.simulation.timeline import Ran, Row, predicted
 
 #: A byte takes a second within a domain, two in torch's own way, and ten between.
@@ -223,11 +223,10 @@ def test_a_sweep_writes_no_files(capsys, tmp_path):
 
 
 def test_what_is_left_of_a_step_is_by_its_gradients():
-    pace = _Pace()
-    assert pace.left(0, 10.0) == ""
-    assert pace.left(0.25, 15.0) == "; about 15 s left of this step"
-    assert pace.left(0.75, 25.0) == "; about 5 s left of this step"
-    assert pace.left(1, 30.0) == ""
+    assert _left(0, 0.0) == ""
+    assert _left(0.25, 5.0) == "; about 15 s left of this step"
+    assert _left(0.75, 15.0) == "; about 5 s left of this step"
+    assert _left(1, 20.0) == ""
 
 
 def test_a_simulation_says_what_is_left(monkeypatch):
