@@ -256,7 +256,9 @@ def test_what_a_program_raises_has_no_traceback_of_ours(tmp_path, capsys):
         shown = capsys.readouterr().err
         assert what in shown
         assert f"{file}:{line} in {function}" in shown.replace("\n  ", " ")
-        assert "Traceback" not in shown
+        # Torch may log its own, of the op that failed.
+        ours = [line for line in shown.splitlines() if "fake_tensor.py:" not in line]
+        assert "Traceback" not in "\n".join(ours)
         told = _told(words, capsys)
         assert told["what"].startswith(what)
         assert "--debug" in told["fix"]
