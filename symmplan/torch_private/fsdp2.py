@@ -7,7 +7,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 def param_groups(module: Any) -> list[Any]:
@@ -241,6 +241,13 @@ def take_copy_in(target: Any, take: Callable[[list[Any], Any], Any]) -> None:
         take: Given the gradients and the input, returns where FSDP2 copies them; None: nowhere.
     """
     setattr(target, _TAKES, take)
+
+
+def copy_in(gradients: Sequence[Any], target: Any, ranks: int) -> None:
+    """Arrange gradients in a reduce-scatter's input, as FSDP2 does."""
+    found = _copy_in()
+    assert found is not None
+    found(list(gradients), target, ranks)
 
 
 def _copy_in() -> Any:

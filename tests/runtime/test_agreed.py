@@ -41,6 +41,8 @@ LAUNCHES = {
     "in_place",
     "plain",
     "barrier",
+    "enter",
+    "otherwise",
     "call_own",  # FSDP2's own method
     "scatters",
 }
@@ -51,6 +53,7 @@ ASKED = {
     "prepare": "a step of that",
     "loosen": "asks all ranks whether parameters can move",
     "_everywhere": "asks all ranks",
+    "_all_fit": "asks all ranks, which meet",
 }
 #: Why a name is the same on all ranks.
 AGREED = {
@@ -111,7 +114,12 @@ LOCAL = {
         "_part": "reads a part of a buffer",
     },
     "_added": {"allocate": "writes sums where gradients are"},
-    "added": {"reduced": "the same", "__call__": "the same"},
+    "added": {"reduced": "the same", "__call__": "the same", "otherwise": "the same"},
+    "fits": {
+        "send": "casts, or leaves gradients as they are",
+        "push": "a rank that pushes nothing meets its peers as they do",
+    },
+    "new_empty": {"otherwise": "the same"},
     "dtype_of_gradients": {"allocate": "the type in which sums are written"},
     "is_current_stream_capturing": {"arrive": "raises, or plans later"},
 }

@@ -163,10 +163,25 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
         slot, self._slot = self._slot, None
         added, self._added = self._added, None
 
+        def otherwise(gradients: Sequence[torch.Tensor]) -> None:
+            size, dtype, device = input_tensor.shape, input_tensor.dtype, input_tensor.device
+            flat = self._plain.allocate(size, dtype=dtype, device=device)
+            fsdp2.copy_in(gradients, flat, group.size())
+            total = output_tensor
+            if added is not None or total.dtype != dtype:
+                total = output_tensor.new_empty(output_tensor.shape, dtype=dtype)
+            self._plain(output_tensor=total, input_tensor=flat, group=group, op=op, async_op=False)
+            if added is not None:
+                added.add_(total.to(added.dtype))
+            elif total is not output_tensor:
+                output_tensor.copy_(total)
+
         def reduced(where: Where) -> Callable[[], Any] | None:
             if where.pushes is not None:
                 add = added is not None
-                return where.pushes.reduce(output_tensor, op, input_tensor.dtype, add=add)
+                return where.pushes.reduce(
+                    output_tensor, op, input_tensor.dtype, otherwise, add=add
+                )
             if where.received is not None:
                 return exchanges(output_tensor, where.target, where.received, where.group, op)
             return scatters(

@@ -22,12 +22,17 @@ added to them at once.
     If somebody on this rank stays in the bytes, this rank comes to that meeting only when it can
     sum: it sets the bytes aside, meets, pushes, meets, sums, and puts them back. If a step fails
     between a push and its meeting, peers may still be pushing: the ranks meet before anything else.
+
+[Note: wider gradients]
+    Slots are as large as the gradients of the recorded steps. A rank that has wider ones, as after
+    accumulating, pushes nothing. In shared memory it says so at the meeting, and then all ranks
+    reduce in torch's own way. On devices no host hears what is said there.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from attrs import frozen
@@ -35,6 +40,7 @@ from attrs import frozen
 from symmplan.coordination.own import own_work
 from symmplan.integrate.fsdp.ops import factor_of
 from symmplan.integrate.fsdp.sums import OwnRow, sum_parts, sum_rows, sums_parts
+from symmplan.memory.calls import note
 from symmplan.memory.streams import current_stream, mark, on_stream, wait_for
 from symmplan.runtime.leases import set_aside
 from symmplan.torch_private import autograd
@@ -81,6 +87,10 @@ class Pushes:
         self._made: dict[Any, _Sent] = {}
         self._gradients: list[torch.Tensor] = []
         self._sent: _Sent | None = None
+        # What the ranks compare when they meet; in shared memory what they reduce otherwise.
+        self._call = b""
+        self._kept: tuple[torch.Tensor, ...] = ()
+        self._fits = True
 
     @own_work
     def send(
@@ -89,14 +99,19 @@ class Pushes:
         slot: Placement,
         travels: torch.dtype,
         take: Callable[[], bool] | None = None,
+        *,
+        site: str = "",
+        fits: bool = True,
     ) -> tuple[torch.Tensor, ...]:
         """Push each rank's part of the gradients, from the current stream on.
 
         Args:
             gradients: To be sharded along their first dimension.
             slot: Where each rank receives.
-            travels: The type in which all ranks push, to which every element can be cast.
+            travels: The type in which all ranks push.
             take: Takes the bytes of a shared slot, whether that can be; None if it is none.
+            site: Name of the module, equal on all ranks; shared memory compares it.
+            fits: Whether the gradients can be cast to that type. See [Note: wider gradients].
 
         Returns:
             What has to stay alive until the current stream has waited for the reduction.
@@ -109,14 +124,17 @@ class Pushes:
         self._last, self._unmet = slot, True
         # Where there is no room for that, the copies cast.
         with contextlib.suppress(torch.OutOfMemoryError):
-            gradients = [g.to(travels) for g in gradients]
+            gradients = [g.to(travels) for g in gradients] if fits else gradients
         self._shared = slot if shared else None
         kept = tuple(gradients)  # FSDP2 forgets those of its list
+        self._kept, self._fits = kept if self._stream is None else (), fits
+        self._call = note("reduce_scatter_out", f"push {site} {travels}", in_offset=slot.offset)
 
         def push() -> None:
             if again:
-                self._meeting.barrier()
-            self._copy(kept, slot, travels)
+                self._meeting.enter(self._call)
+            if fits:
+                self._copy(kept, slot, travels)
 
         if self._stream is None:
             if take is None or take():
@@ -142,7 +160,7 @@ class Pushes:
             return
         with self._aside():
             self._meeting.barrier()
-        self._unmet, self._shared = False, None
+        self._unmet, self._shared, self._kept = False, None, ()
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
@@ -160,14 +178,23 @@ class Pushes:
             yield
 
     def reduce(
-        self, output: torch.Tensor, op: Any, rounded: torch.dtype, *, add: bool = False
-    ) -> Callable[[], None] | None:
+        self,
+        output: torch.Tensor,
+        op: Any,
+        rounded: torch.dtype,
+        otherwise: Callable[[Sequence[torch.Tensor]], None],
+        *,
+        add: bool = False,
+    ) -> Callable[[], Literal[True] | None] | None:
         """What sums what was pushed, on the current stream.
+
+        It returns True if a rank did not push, and all reduced otherwise.
 
         Args:
             output: This rank's part of the result.
             op: The reduction.
             rounded: The type to which sums are rounded before they are written.
+            otherwise: Reduces gradients in torch's own way. See [Note: wider gradients].
             add: Whether they are added to what ``output`` has.
 
         Returns:
@@ -180,14 +207,28 @@ class Pushes:
             return None
 
         @own_work
-        def act() -> None:
+        def act() -> Literal[True] | None:
             with self._aside():
-                self._meeting.barrier()
+                all_fit = self._all_fit()
                 self._unmet, self._met = False, _marked(self._stream)
-                self._sum(output.view(-1), factor, rounded, add=add)
+                if all_fit:
+                    self._sum(output.view(-1), factor, rounded, add=add)
                 self._summed = _marked(self._stream)
+            kept, self._kept = self._kept, ()
+            if all_fit:
+                return None
+            otherwise(kept)
+            return True
 
         return act
+
+    def _all_fit(self) -> bool:
+        """Whether all ranks, which meet, have pushed. Collective: yes."""
+        if self._stream is not None:
+            self._meeting.enter(self._call)
+            return True
+        self._meeting.enter(self._call, [self._fits])
+        return all(words[0] for words in self._meeting.free_words())
 
     def _sum(self, total: torch.Tensor, factor: float, rounded: torch.dtype, *, add: bool) -> None:
         gradients, self._gradients = self._gradients, []

@@ -284,8 +284,7 @@ class Runtime:
         """
         base = None if slot is None else self.executor.leased(slot.base, buffer)
         if slot is None or base is None:
-            self.counts.plain += 1
-            self.counts.because(reasons.NOT_OURS)
+            self.counts.ran_plain(reasons.NOT_OURS)
             return plain(buffer)
         name = c10d.group_name(group)
         self.memory.groups.setdefault(name, group)
@@ -313,12 +312,15 @@ class Runtime:
             if self.schedule is None:
                 self.counts.recorded += 1
             else:
-                self.counts.plain += 1
-                self.counts.because(reason)
+                self.counts.ran_plain(reason)
         elif slot.lease is not None or slot.pushed:
             with launching(slot.expected):
                 work = act()
-            self.counts.ran(staged=slot.lease is None and slot.take is not None)
+            if slot.pushed and work is not None:  # a rank could not push
+                work, self._strange = None, True
+                self.counts.ran_plain(reasons.WIDER)
+            else:
+                self.counts.ran(staged=slot.lease is None and slot.take is not None)
         else:
             work = None
             assert slot.scheduled is not None
@@ -354,13 +356,10 @@ class Runtime:
         if slot.pushed:
             pushes = self.memory.pushes(slot.scheduled)
             return reasons.OTHER_OP, in_place(Where(slot.base, group, pushes=pushes))
-        where = self._where(slot.scheduled, slot.scheduled.place, slot.base)
-        act = in_place(where)
+        act = in_place(self._where(slot.scheduled, slot.scheduled.place, slot.base))
         received = slot.scheduled.received
-        if act is None:
-            return reasons.OTHER_OP, None
-        if received is None:
-            return "", act
+        if act is None or received is None:
+            return reasons.OTHER_OP, act
         return "", lambda: self.memory.alone(received, act)
 
     def _where(self, scheduled: ScheduledCollective, place: Placement, base: torch.Tensor) -> Where:

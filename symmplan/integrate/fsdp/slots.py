@@ -62,6 +62,11 @@ class Counts:
         else:
             self.bound += 1
 
+    def ran_plain(self, reason: str) -> None:
+        """A planned collective ran in torch's own way."""
+        self.plain += 1
+        self.because(reason)
+
     def because(self, reason: str) -> None:
         """Count ``reason``."""
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
@@ -131,12 +136,15 @@ class Slot:
         # All ranks push in the type that they agreed on, whatever autograd made on one of them.
         call = self.scheduled.call
         planned = getattr(torch, call.sent or call.key.dtype)
-        if torch.promote_types(travels, planned) != planned:
+        fits = torch.promote_types(travels, planned) == planned
+        if not fits and buffer.is_cuda:  # nobody can tell the peers
             self.pushed, self.flat = False, self.plain()
             return self.flat
         with launching(self.expected):
             shared = None if self.take is None else self._took
-            self.pushing = send(gradients, travels=planned, take=shared)
+            self.pushing = send(
+                gradients, travels=planned, take=shared, site=self.key.site, fits=fits
+            )
         return None
 
     def _took(self) -> bool:

@@ -340,8 +340,12 @@ def test_pushes_meet_first_where_nothing_else_makes_a_slot_free():
     class Meeting:
         count = 0
 
-        def barrier(self):
+        def enter(self, call, free=()):
             self.count += 1
+            self.said = [free]
+
+        def free_words(self):
+            return self.said
 
     meeting, memory = Meeting(), torch.zeros(64, dtype=torch.uint8)
     pushes = Pushes([memory], meeting, 0, torch.device("cpu"))
@@ -359,6 +363,6 @@ def test_pushes_meet_first_where_nothing_else_makes_a_slot_free():
         met.append(meeting.count - before)
         if sums:
             output = torch.empty(4)
-            pushes.reduce(output, dist.ReduceOp.SUM, torch.float32)()
+            pushes.reduce(output, dist.ReduceOp.SUM, torch.float32, pytest.fail)()
             assert output.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert met == [0, 0, 1, 1, 0]

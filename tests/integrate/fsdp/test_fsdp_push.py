@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from fsdp_conditions import forced_algorithm
-from fsdp_models import Net, batch, both, mesh, sgd, shard, train
+from fsdp_models import Block, Net, batch, both, mesh, sgd, shard, train, update
 from ranks import RankPool, pool_of
 from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import symmplan
 
 pytestmark = pytest.mark.ranks
 
@@ -89,6 +93,72 @@ def uneven(rank, world, alone, algorithm):
 
     with forced_algorithm(algorithm):
         return both(build, program, rank)
+
+
+def widening(rank, world, algorithm):
+    """From a step on a rank accumulates, and its peers do not."""
+
+    def build():
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        return shard(Net(), mp_policy=policy, reshard_after_forward=False)
+
+    def program(model, trace, rank):
+        optimizer = sgd(model)
+        for step in range(7):
+            for last in (False, True) if rank == 1 and step in (2, 4, 5) else (True,):
+                model.set_requires_gradient_sync(last)
+                model.set_reshard_after_backward(last)
+                time.sleep(0.01 * (rank == step % 2))
+                loss = model(batch(10 * step + last, rank)).float().pow(2).mean()
+                loss.backward()
+            update(model, optimizer, trace, step)
+        trace.parameters(model)
+
+    with forced_algorithm(algorithm):
+        return both(build, program, rank)
+
+
+@pytest.mark.parametrize("algorithm", ["push", "shared push"])
+def test_a_rank_that_alone_accumulates_is_heard_by_its_peers(two, algorithm):
+    """All reduce in torch's own way once, and plan again."""
+    for result in two.run(widening, algorithm):
+        assert result["differences"] == []
+        wider = {"its gradients were wider than when it was recorded": 4}
+        assert result["stats"]["reasons"] == wider
+        assert result["stats"]["replans"] == 1
+
+
+def other_order(rank, world, algorithm):
+    """In a step a rank reduces the gradients of two equal blocks in the other order."""
+
+    class Beside(Net):
+        first = 0
+
+        def forward(self, x):
+            x, later = self.inlet(x), 1 - self.first
+            done = {i: self.blocks[i](x) for i in (self.first, later)}
+            return self.outlet(done[0] + done[1])
+
+    model = Beside(blocks=0)
+    model.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+    shard(model, reshard_after_forward=False)
+    handle = symmplan.fsdp.apply(model, choose=algorithm, timeout=20.0)
+    try:
+        for step in range(4):
+            for block in model.blocks:  # in one order
+                block.unshard()
+            model.first = int(rank == 1 and step == 3)
+            model(batch(step, rank)).pow(2).mean().backward()
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("algorithm", ["push", "shared push"])
+def test_ranks_that_push_the_gradients_of_different_modules_all_raise(algorithm):
+    with RankPool(2) as two:
+        for outcome in two.outcomes(other_order, algorithm):
+            assert outcome.error is not None
+            assert "make different calls" in outcome.error.text
 
 
 @pytest.mark.parametrize("algorithm", ["push", "shared push"])
