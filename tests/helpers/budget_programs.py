@@ -68,7 +68,7 @@ def failing(stage, kind="OutOfSharedMemoryError", *, here=True, after=0):
         setattr(owner, name, original)
 
 
-def fsdp(rank, world, choose="placed", build=None, **apply):
+def fsdp(rank, world, choose="placed", build=None, program=train, **apply):
     """An FSDP2 model both ways, what it warned of, and what it still holds when it is removed."""
     import symmplan
     from symmplan.runtime import trials
@@ -88,7 +88,7 @@ def fsdp(rank, world, choose="placed", build=None, **apply):
         warnings.simplefilter("always")
         result = fsdp_models.both(
             build or (lambda: shard(Net())),
-            train,
+            program,
             rank,
             look=look,
             timeout=20.0,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import gc
 import time
 
@@ -22,13 +23,14 @@ from fsdp_models import (
     synchronize,
     update,
 )
+from fsdp_pushed import ReducingActs
 from torch import nn
 
 import symmplan
 from symmplan.errors import SymmplanError
 
 
-class Actor:
+class Actor(ReducingActs):
     """Does acts to a model.
 
     Args:
@@ -36,15 +38,27 @@ class Actor:
         rank: This rank.
         planned: Whether with symmplan.
         optimizer: Makes optimizers.
+        apart: Whether symmplan is applied to each part, and not to the root.
+        in_backward: Whether each parameter is updated as soon as it has its gradient.
         options: Arguments of `symmplan.fsdp.apply`.
     """
 
-    def __init__(self, model, rank, *, planned, optimizer=torch.optim.SGD, **options):
+    def __init__(
+        self,
+        model,
+        rank,
+        *,
+        planned,
+        optimizer=torch.optim.SGD,
+        apart=False,
+        in_backward=False,
+        **options,
+    ):
         self.model = model
         self.sharded = [m for m in model.modules() if hasattr(m, "unshard")]
         self.rank = rank
         self.trace = Trace()
-        self.handle = None
+        self.handles = []
         self.done = 0
         self._counts = collections.Counter()
         self._optimizer = optimizer
@@ -55,6 +69,13 @@ class Actor:
         self._pending = []
         self._kept = []
         self._saved = None
+        self._apart = apart
+        if in_backward:
+            learning = [p for p in model.parameters() if p.requires_grad]
+            for number, parameter in enumerate(learning):
+                parameter.register_post_accumulate_grad_hook(
+                    functools.partial(self._update, number)
+                )
         self.apply()
 
     def do(self, act):
@@ -75,8 +96,8 @@ class Actor:
         return dict(self._counts)
 
     def _note(self):
-        if self.handle is not None:
-            stats = self.handle.stats
+        for handle in self.handles:
+            stats = handle.stats
             for name in ("served", "copies", "plain", "replans", "divergences"):
                 self._counts[name] += getattr(stats, name)
             self._counts.update(dict(stats.reasons))
@@ -93,6 +114,12 @@ class Actor:
 
     def _hooked(self, where, index, hook):
         return hooked(self.model.blocks[index % len(self.model.blocks)], where, hook)
+
+    def _update(self, number, parameter):
+        self.trace.add(f"{self._count}.{number}.grad", parameter.grad)
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=1e-2)
+        parameter.grad = None
 
     def _step(self):
         update(self.model, self.optimizer, self.trace, self._count)
@@ -350,18 +377,22 @@ class Actor:
     # The handle.
 
     def apply(self):
-        if self._planned and self.handle is None:
-            self.handle = symmplan.fsdp.apply(self.model, **self._options)
+        if not self._planned or self.handles:
+            return
+        parts = self.model.parts if self._apart else [self.model]
+        for part in parts:
+            if any(hasattr(m, "unshard") for m in part.modules()):
+                self.handles.append(symmplan.fsdp.apply(part, **self._options))
 
     def remove(self):
-        if self.handle is not None:
-            try:
-                self.handle.remove()
-            except SymmplanError:
-                self._counts["remove refused"] += 1
-                return
-            self._note()
-            self.handle = None
+        try:
+            for handle in self.handles:
+                handle.remove()
+        except SymmplanError:
+            self._counts["remove refused"] += 1
+            return
+        self._note()
+        self.handles.clear()
 
     def anew(self):
         """Undo what symmplan does, and ask for it again."""
@@ -369,6 +400,6 @@ class Actor:
         self.apply()
 
     def freeze(self):
-        if self.handle is not None:
-            with contextlib.suppress(symmplan.errors.CaptureError):
-                self.handle.freeze()
+        for handle in self.handles:
+            with contextlib.suppress(symmplan.errors.CaptureError, symmplan.errors.ReleasedError):
+                handle.freeze()

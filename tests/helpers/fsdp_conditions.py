@@ -10,6 +10,8 @@ import fsdp_models
 import torch
 import torch.distributed as dist
 
+from symmplan.torch_private.c10d import premul_factor
+
 
 @contextlib.contextmanager
 def flat():
@@ -159,8 +161,11 @@ def in_order_of_ranks():
         first, *others = there.values()
         for other in others:
             first = first + other
+        factor = premul_factor(op)
         if op == dist.ReduceOp.AVG:
             first = first / ranks
+        elif factor is not None:
+            first = first * factor
         output.view(-1).copy_(first)
 
     before = {name: getattr(dist, name) for name in names}

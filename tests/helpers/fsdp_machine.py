@@ -35,6 +35,7 @@ from attrs import evolve
 from fsdp_conditions import Hoard, flat, holding, in_order_of_ranks
 from fsdp_models import DEVICE, Trace, differences
 from fsdp_programs import Program, Unit, built, drawn
+from fsdp_pushed import drawn_pushed
 from ranks import RankPool, RanksFailed
 
 from symmplan.errors import SymmplanError
@@ -109,7 +110,8 @@ def compared(rank, world, program):
         _Sleeps(model, dict(program.late).get(rank, 0.0))
         make = getattr(torch.optim, program.optimizer)
         options = _options(program)
-        actor = fsdp_acts.Actor(model, rank, planned=planned, optimizer=make, **options)
+        how = {"apart": program.apart, "in_backward": program.in_backward, "optimizer": make}
+        actor = fsdp_acts.Actor(model, rank, planned=planned, **how, **options)
         items = traces[planned].items
         for act in acts:
             try:
@@ -245,11 +247,11 @@ def _smaller(program):
         yield evolve(program, ranks=2)
 
 
-def _chosen(text, ranks):
+def _chosen(text, ranks, draw):
     if text.startswith("Program"):
         return {"": eval(text)}
     first, _, last = text.partition("-")
-    found = {s: drawn(s, ranks) for s in range(int(first), int(last or first) + 1)}
+    found = {s: draw(s, ranks) for s in range(int(first), int(last or first) + 1)}
     return {f"seed {s}": found[s] for s in sorted(found, key=lambda s: found[s].ranks)}
 
 
@@ -259,6 +261,8 @@ def _count(counts, program, results):
         counts["acts"] += result["done"]
         counts["acts that were drawn"] += len(program.acts)
         counts["programs that plain FSDP2 ended"] += result["unsupported"] is not None
+        if result["unsupported"]:
+            print("UNSUP", result["unsupported"][:300])
         counts.update({f"- {reason}": count for reason, count in result["counts"].items()})
 
 
@@ -268,8 +272,9 @@ def main():
     parser.add_argument("--ranks", type=int, help="of seeds; 2, 3 and 4 in turn unless told")
     parser.add_argument("--only", type=int, help="only programs of so many ranks")
     parser.add_argument("--reduce", action="store_true", help="make failing programs smaller")
+    parser.add_argument("--pushed", action="store_true", help="seeds of programs that push")
     given = parser.parse_args()
-    chosen = _chosen(given.program, given.ranks)
+    chosen = _chosen(given.program, given.ranks, drawn_pushed if given.pushed else drawn)
     wrong, counts = [], collections.Counter()
     with Judge() as judge:
         for name, program in chosen.items():

@@ -34,6 +34,8 @@ class Unit:
         writes: Its forward pass clips its weights: ``"data"``, past autograd; ``"no_grad"``.
         dropout: How much is dropped.
         own: Whether its first weight says by itself how it is gathered.
+        param: Type of its gathered parameters; as `Program.param`, or ``""`` for that one.
+        reduce: Type in which its gradients are reduced, likewise.
     """
 
     hidden: int = DIM
@@ -45,6 +47,8 @@ class Unit:
     writes: str = ""
     dropout: float = 0.0
     own: bool = False
+    param: str | None = ""
+    reduce: str | None = ""
 
 
 @frozen
@@ -68,6 +72,8 @@ class Program:
         flat: Whether gathers are in flat buffers.
         hold: ``(rank, count)``: who keeps the buffers of so many collectives.
         late: ``(rank, milliseconds)``: who sleeps up to so long before and behind blocks.
+        apart: Whether symmplan is applied to each part of the model, and not to its root.
+        in_backward: Whether each parameter is updated as soon as it has its gradient.
     """
 
     ranks: int
@@ -86,6 +92,8 @@ class Program:
     flat: bool = False
     hold: tuple[int, int] = (0, 0)
     late: tuple[tuple[int, float], ...] = ()
+    apart: bool = False
+    in_backward: bool = False
 
     def __str__(self) -> str:
         """As code, without what is as usual."""
@@ -107,7 +115,7 @@ def _code(value):
 _OF_BLOCKS = 6  # indices are taken modulo how many blocks there are
 
 
-class _Draw(random.Random):
+class Draw(random.Random):
     """What programs are made of."""
 
     def often(self, usual, *others, share=0.5):
@@ -246,7 +254,7 @@ def drawn(seed, ranks=None):
 
     Blocks that call others (`Actor.cross`) are not drawn: of those some are refused.
     """
-    draw = _Draw(seed)
+    draw = Draw(seed)
     ranks = ranks or 2 + seed % 3
     units = tuple(draw.unit() for _ in range(draw.choice([4, 3, 5, 2, 1, 6])))
     if draw.flag(0.25):  # the layout of some trainers
@@ -315,9 +323,6 @@ def _writes(program):
     return any(unit.writes for unit in program.units) or bool(writing.search(repr(program.acts)))
 
 
-# Building.
-
-
 class _Block(nn.Module):
     """See `Unit`."""
 
@@ -333,6 +338,7 @@ class _Block(nn.Module):
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(not name.startswith(unit.frozen))
         self._unit = unit
+        self.without = ""
 
     def forward(self, x):
         if self._unit.writes == "data":
@@ -340,9 +346,15 @@ class _Block(nn.Module):
         elif self._unit.writes:
             with torch.no_grad():
                 self.up.weight.clamp_(-0.05, 0.05)
-        y = torch.tanh(self.up(x))
+        up, down, gain = self.up, self.down, self.gain
+        x = x.to(gain.dtype)
+        x = x.detach() if self.without == "up" else x
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.without != "up"):
+            y = torch.tanh(up(x))
         y = nn.functional.dropout(y, self._unit.dropout, self.training)
-        return x + self.gain * self.down(y)
+        if self.without == "down":
+            return x + gain * y.mean(-1, keepdim=True)
+        return x + down(y) if self.without == "gain" else x + gain * down(y)
 
 
 class _Stage(nn.Module):
@@ -397,7 +409,7 @@ class Model(nn.Module):
         for i in self.order:
             part = self.parts[i % len(self.parts)]
             x = part(x) if isinstance(part, _Stage) else self._run(part, x)
-        return self.outlet(self.norm(x))
+        return self.outlet(self.norm(x.to(self.norm.weight.dtype)))
 
 
 @functools.cache
@@ -411,18 +423,25 @@ def _mesh(ranks, *, hybrid):
 def built(program):
     """The model of a program, sharded."""
     model = Model(program).to(DEVICE[0])
-    types = [None if t is None else getattr(torch, t) for t in (program.param, program.reduce)]
-    options = {
-        "mesh": _mesh(program.ranks, hybrid=program.hybrid),
-        "mp_policy": MixedPrecisionPolicy(*types),
-    }
+
+    def policy(*types):
+        return MixedPrecisionPolicy(*(None if t is None else getattr(torch, t) for t in types))
+
+    usual = policy(program.param, program.reduce)
+    options = {"mesh": _mesh(program.ranks, hybrid=program.hybrid), "mp_policy": usual}
     for block in model.blocks:
         unit = block._unit
+        types = [
+            getattr(program if getattr(unit, name) == "" else unit, name)
+            for name in ("param", "reduce")
+        ]
+        options["mp_policy"] = policy(*types)
         own = program.reshard if unit.reshard is None else unit.reshard
         modules = [block.up, block.down] if unit.wrap in ("parts", "both") and not unit.tied else []
         modules += [block] if unit.wrap in ("whole", "both") else []
         for module in modules:
             fully_shard(module, reshard_after_forward=own, **options)
+    options["mp_policy"] = usual
     for part in model.parts:
         if isinstance(part, _Stage):
             fully_shard(part, reshard_after_forward=program.reshard, **options)

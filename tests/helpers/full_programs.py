@@ -17,7 +17,8 @@ import budget_programs
 import torch
 import torch.distributed as dist
 from fsdp_conditions import Hoard, flat, holding
-from fsdp_models import Net, shard
+from fsdp_models import Net, batch, sgd, shard, update
+from gathered_weights import InBytes, weighted
 from torch._guards import detect_fake_mode
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -36,7 +37,7 @@ _SEAMS = (
 )
 
 #: What a program without symmplan allocates as well, and as much.
-_ITS_OWN = {"integrate/moe/dispatcher.py:start"}
+_ITS_OWN = {"integrate/moe/dispatcher.py:start", "integrate/fsdp/comms.py:otherwise"}
 
 
 class Full:
@@ -125,6 +126,39 @@ def mixed(rank, world, choose):
     return fsdp(rank, world, choose, build=lambda: shard(Net(), mp_policy=narrow))
 
 
+def widening(rank, world, choose):
+    """Narrow gradients that become wider, and a module that is new, so that all plan again."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def program(model, trace, rank):
+        optimizer = sgd(model)
+        for step in range(7):
+            model.order = [0, 2] if step < 2 else [0, 1, 2]
+            for last in (False, True) if step > 3 else (True,):
+                model.set_requires_gradient_sync(last)
+                loss = model(batch(10 * step + last, rank)).float().pow(2).mean()
+                loss.backward()
+            update(model, optimizer, trace, step)
+        trace.parameters(model)
+
+    def build():
+        return shard(Net(), mp_policy=policy)
+
+    return fsdp(rank, world, choose, build=build, program=program)
+
+
+def weights(rank, world, choose):
+    """Weights that say by themselves how they are gathered."""
+
+    def build():
+        model = Net()
+        for block in model.blocks:
+            weighted(block.up, InBytes)
+        return shard(model)
+
+    return fsdp(rank, world, choose, build=build)
+
+
 def kept(rank, world, choose):
     """The same with flat buffers, of which one rank keeps some longer than it did at first."""
     hoard = Hoard(3 if rank else 1 << 20)
@@ -204,6 +238,8 @@ def crossing(rank, world, choose):
 PROGRAMS = {
     "FSDP2": fsdp,
     "mixed": mixed,
+    "widening": widening,
+    "weights": weights,
     "kept": kept,
     "compiled": compiled,
     "crossing": crossing,

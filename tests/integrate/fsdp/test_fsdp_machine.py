@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 from fsdp_machine import Judge, compared, verdict
 from fsdp_programs import Program, Unit, drawn
+from fsdp_pushed import drawn_pushed
 from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
@@ -21,11 +22,11 @@ def judge():
         yield ranks
 
 
-def check_seeds(judge, seeds, ranks):
+def check_seeds(judge, seeds, ranks, draw=drawn):
     """Those of ``seeds`` that are programs of so many ranks."""
     wrong = {}
     for seed in seeds:
-        program = drawn(seed)
+        program = draw(seed)
         if program.ranks == ranks:
             said, _ = judge(program)
             if said:
@@ -46,6 +47,17 @@ def test_some_random_programs_have_the_same_bits(judge):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_hundred_random_programs_have_the_same_bits(judge, ranks):
     check_seeds(judge, range(100), ranks)
+
+
+def test_some_programs_that_push_have_the_same_bits(judge):
+    check_seeds(judge, range(15), 2, drawn_pushed)
+
+
+@pytest.mark.further
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_hundred_programs_that_push_have_the_same_bits(judge, ranks):
+    check_seeds(judge, range(100), ranks, drawn_pushed)
 
 
 @pytest.mark.slow
