@@ -169,7 +169,7 @@ class OutOfSharedMemoryError(BackendError):
 class MissingSeamError(BackendError):
     """A torch has no longer, or not yet, what symmplan rests on; ``missing`` names it."""
 
-    rule = "torch lacks what symmplan rests on"
+    rule = "torch lacks a name that symmplan needs"
 
 
 class TrainerVersionError(SymmplanError, ImportError):

@@ -117,8 +117,8 @@ def test_every_error_class_of_the_package_is_here():
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: symmplan.fsdp.apply("model"), "was given no module"),
-        (lambda: symmplan.simulate("train.py", ranks=4), "is no function"),
+        (lambda: symmplan.fsdp.apply("model"), "needs a module"),
+        (lambda: symmplan.simulate("train.py", ranks=4), "is not a function"),
         (lambda: symmplan.plan("plan.csv"), "Problem.from_csv"),
         (lambda: symmplan.plan([("a", 0, 1, 64)]), "Problem.from_intervals"),
         (lambda: symmplan.eager("world").__enter__(), "no process group|init_process_group"),

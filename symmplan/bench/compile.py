@@ -117,7 +117,7 @@ def _inductor(given: str) -> tuple[str, Any]:
             f"this torch's Inductor has no setting {name!r}",
             expected="--inductor NAME=VALUE, as in Inductor's config",
             got=given,
-            fix="see what torch._inductor.config has",
+            fix="look up its name in torch._inductor.config",
         )
     try:
         return name, json.loads(value)

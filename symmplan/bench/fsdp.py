@@ -224,7 +224,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     room = found["room"] or ()
     if room and args.device != "cuda":
         raise CommandError(
-            "there is no such room to measure in",
+            "--room needs a GPU",
             expected="--device cuda",
             got=f"--device {args.device}",
             fix="add --device cuda, or leave --room out",
@@ -232,7 +232,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     if found["model"] == "llama" and found["dim"] % 16:
         raise CommandError(
             "attention heads cannot share the width evenly",
-            expected="--dim that 16 divides",
+            expected="a --dim that 16 divides",
             got=found["dim"],
             fix=f"--dim {max(1, found['dim'] // 16) * 16}",
         )
@@ -269,7 +269,7 @@ def _check_program(args: argparse.Namespace) -> None:
         words = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise CommandError(
             f"{args.program!r} decides what is trained",
-            expected="options that say what is measured",
+            expected="options of the measurement only",
             got=words,
             fix=f"leave out {words}",
         )

@@ -43,8 +43,7 @@ def examine() -> dict[str, Any] | None:
     missing = [name for name in _LAUNCHED if name not in os.environ]
     if missing:
         raise CommandError(
-            "symmplan doctor --group looks at a process group, and this process was not launched "
-            "into one",
+            "symmplan doctor --group needs processes that torchrun started",
             expected=f"the variables {', '.join(_LAUNCHED)}",
             got=f"no {missing[0]}",
             fix="torchrun --nproc-per-node 2 -m symmplan doctor --group",

@@ -146,7 +146,7 @@ def _defined(name: str) -> list[Entry]:
             f"no declared op matches {name!r}",
             expected="an op, a namespace or a pattern",
             got=repr(name),
-            fix="run symmplan ops --all for everything there is, or add --import MODULE",
+            fix="run symmplan ops --all to list every op, or add --import MODULE",
             op=name,
         )
     return [describe_op(op) for op in resolve(name)]

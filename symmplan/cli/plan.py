@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if kind == "plan":
         raise CommandError(
             f"{args.file} is a plan already",
-            expected="a CSV of buffers, or what Problem.to_json wrote",
-            got="what Plan.to_json wrote",
+            expected="a CSV of buffers, or the JSON of Problem.to_json",
+            got="the JSON of Plan.to_json",
             fix=f"symmplan show {args.file}",
         )
     if kind == "CSV":

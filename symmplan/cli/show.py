@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if files.kind_of(text) in ("CSV", "problem"):
         raise PlanFormatError(
             f"{args.file} is not a plan",
-            expected="what `symmplan plan -o` or Plan.to_json wrote",
+            expected="the JSON that `symmplan plan -o` or Plan.to_json wrote",
             got="a problem to be planned" if text.strip() else "an empty file",
             fix=f"symmplan plan {args.file}",
         )

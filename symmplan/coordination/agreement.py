@@ -124,7 +124,7 @@ def _read(text: bytes, group: Group, rank: int) -> dict[str, Any]:
 def no_note(group: Group, rank: int) -> AgreementError:
     """The error about a rank that sent what cannot be read."""
     return AgreementError(
-        f"rank {rank} sent something that is no note of this version of symmplan",
+        f"rank {rank} sent a message that is not from this version of symmplan",
         fix="run the same version of symmplan on every rank",
         **group.here,
         ranks=(group.rank, rank),

@@ -370,7 +370,7 @@ def _store_errors(group: Group) -> Iterator[None]:
     except (RuntimeError, OSError) as error:
         raise PeerLostError(
             f"the group's store does not answer: {str(error).splitlines()[0]}",
-            fix="see why the process that hosts the store ended",
+            fix="find out why the process that hosts the store ended",
             **group.here,
             lost_rank=None,
         ) from error

@@ -72,7 +72,7 @@ class Group:
         if self.forked:
             raise RunError(
                 f"process {os.getpid()} was forked from the rank that is in process group "
-                f"{self.name!r}, and is none itself",
+                f"{self.name!r}, and is not a rank itself",
                 expected=f"process {self.pid}",
                 got=f"process {os.getpid()}",
                 fix="use symmetric memory in the ranks only; start other processes with "
@@ -84,7 +84,7 @@ class Group:
         """The error about a rank whose process ended."""
         return PeerLostError(
             f"rank {rank} (process {pid}) ended {when}",
-            fix="see why that process ended; its own output says more",
+            fix="find out why that process ended; its own output says more",
             **self.here,
             lost_rank=rank,
             **fields,
@@ -98,7 +98,7 @@ class Group:
             f"rank {listed(missing)} did not come: rank {self.rank} waited {timeout:g} s {where}",
             expected=f"all {self.size} ranks of the group",
             got=f"{self.size - len(missing)}",
-            fix="check that every rank of the group makes the same calls, or raise timeout=",
+            fix="check that every rank of the group makes the same calls, or increase timeout=",
             **self.here,
             missing=tuple(missing),
             timeout=timeout,
@@ -122,10 +122,11 @@ def group_key(group: str | Any) -> str:
         return group
     if not hasattr(group, "group_name"):
         raise OptionError(
-            f"{group!r} is no process group",
+            f"{group!r} is not a process group",
             expected="a torch.distributed.ProcessGroup, or the name of one",
             got=type(group).__name__,
-            fix="pass mesh.get_group() of a device mesh, or what torch.distributed.new_group gave",
+            fix="pass mesh.get_group() of a device mesh, or the result of "
+            "torch.distributed.new_group",
         )
     return c10d.group_name(group)
 

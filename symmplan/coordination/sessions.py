@@ -281,7 +281,7 @@ def _from_data(text: bytes, group: Group) -> SymmplanError:
     except (ValueError, TypeError, KeyError, AttributeError):
         return RunError(
             "a peer failed and its message cannot be read",
-            fix="see the peers' own errors; run the same version of symmplan on every rank",
+            fix="look at the peers' own errors; run the same version of symmplan on every rank",
             group=group.name,
         )
     known = getattr(errors, kind, RunError) if kind in errors.__all__ else RunError

@@ -133,7 +133,7 @@ class Arena:
         if self._released:
             raise ReleasedError(
                 f"buffer {name!r} was asked for after the arena's release",
-                expected="an arena that has its segments",
+                expected="an arena that still has its segments",
                 got="one whose memory is given back",
                 fix="keep the arena until nothing uses its tensors, or realize the plan again",
                 buffer=name,
@@ -154,7 +154,7 @@ class Arena:
                 f"buffer {name!r} was asked for in the type {wanted!r}",
                 expected="a torch.dtype",
                 got=repr(wanted),
-                fix="pass dtype=torch.float32, say",
+                fix="pass a dtype, such as torch.float32",
                 buffer=name,
             )
         count = placement.nbytes // wanted.itemsize
@@ -347,7 +347,7 @@ def realize(
             f"plan is {plan!r}",
             expected="a symmplan.Plan",
             got=type(plan).__name__,
-            fix="pass what symmplan.plan(problem) returned",
+            fix="pass the result of symmplan.plan(problem)",
         )
     require("segments")
     device = torch.device(device)

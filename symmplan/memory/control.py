@@ -350,7 +350,7 @@ class Meeting(Rendezvous):
                 fix = "make the same calls on every rank, and release after the last"
             elif is_gone(process):
                 what = f"rank {rank} (process {process.pid}) ended"
-                fix = "see why that process ended; its own output says more"
+                fix = "find out why that process ended; its own output says more"
             else:
                 continue
             # It may have arrived just before it ended, after we looked.

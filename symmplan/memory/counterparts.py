@@ -194,7 +194,7 @@ class Counterparts:
         others = self._others
         return PeerLostError(
             f"the connections with rank {listed(others)} of other hosts are lost: {said}",
-            fix="see why a rank there ended or gave up; its own output says more",
+            fix="find out why a rank there ended or raised an error; its own output says more",
             **self._group.here,
             lost_rank=others[0] if len(others) == 1 else None,
         )
@@ -237,7 +237,7 @@ class HostsMeeting(Meeting):
             "memory='shm': its ranks are on several hosts; none reaches the bytes of all others",
             expected="a group within one host",
             got=f"rank {listed(self.near)} on this host",
-            fix="use groups within one host for ops that reach into their peers' memory",
+            fix="use groups within one host for ops that read or write their peers' memory",
             **self.group.here,
         )
 
@@ -361,7 +361,7 @@ def connections_of(
     except RuntimeError as error:
         raise PeerLostError(
             f"rank {listed(ranks)} cannot connect: {str(error).splitlines()[0]}",
-            fix="see that the hosts reach each other over the interface that "
+            fix="check that the hosts reach each other over the interface that "
             "GLOO_SOCKET_IFNAME names",
             **group.here,
             lost_rank=None,

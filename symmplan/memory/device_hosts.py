@@ -128,7 +128,7 @@ class DeviceHostsMeeting(Rendezvous):
             "its ranks are on several hosts; none reaches the bytes of all others",
             expected="a group within one host",
             got=f"rank {listed(self.near)} on this host",
-            fix="use groups within one host for ops that reach into their peers' memory",
+            fix="use groups within one host for ops that read or write their peers' memory",
             **self.group.here,
         )
 
@@ -211,8 +211,9 @@ def device_counterparts(
         return found
     if any(count != mine[1] for _, count in theirs):
         raise BackendError(
-            "ranks have been in unequally many process groups, by which torch names new ones",
-            fix="make the same process groups on all ranks of the group",
+            "ranks have created different numbers of process groups, from which torch derives "
+            "the names of new groups",
+            fix="create the same process groups on all ranks of the group",
             **group.here,
         )
     hosts = [process.host for process in processes_of(group.process_group)]

@@ -271,11 +271,11 @@ def all_to_all_single_out(
         for sender, receiver in pairs:
             if sent[sender][receiver] != expected[receiver][sender]:
                 return RunError(
-                    f"symmplan::{call.op}: ranks {sender} and {receiver} disagree on how many rows "
-                    "the one sends to the other",
+                    f"symmplan::{call.op}: ranks {sender} and {receiver} disagree on the number "
+                    "of rows between them",
                     expected=f"{expected[receiver][sender]} rows (rank {receiver})",
                     got=f"{sent[sender][receiver]} rows (rank {sender})",
-                    fix="let output_split_sizes match input_split_sizes of the other ranks",
+                    fix="make output_split_sizes match input_split_sizes of the other ranks",
                     group=group_name,
                     rank=call.rank,
                     op=f"symmplan::{call.op}",

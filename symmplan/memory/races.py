@@ -372,7 +372,7 @@ def _told(rank: int, text: bytes) -> RaceError:
         f"rank {rank} found: {what}",
         got=got,
         expected=_EXPECTED,
-        fix="see the error of that rank",
+        fix="look at the error of that rank",
         failed_rank=rank,
         accesses=accesses,
     )

@@ -248,7 +248,7 @@ class Segment:
             f"segment {self.spec.name!r} is not rendezvoused with group {wanted!r}",
             expected=f"one of {sorted(self.rendezvous)}",
             got=repr(wanted),
-            fix="name a group that the plan gives for this segment",
+            fix="name a group of this segment",
             segment=self.spec.name,
         )
 
@@ -371,7 +371,7 @@ def used_after_release(segment: Segment) -> ReleasedError:
     """The error of a segment whose memory is given back."""
     return ReleasedError(
         f"segment {segment.spec.name!r} of {segment.nbytes} bytes was used after its release",
-        expected="an arena, handle or backend that has its segments",
+        expected="an arena, handle or backend that still has its segments",
         got="one whose memory is given back",
         fix="keep the arena until nothing uses its tensors, or realize the plan again",
         segment=segment.spec.name,

@@ -301,7 +301,7 @@ class ShmBackend:
 
 def _not_ours(group: Group, who: str) -> BackendError:
     return BackendError(
-        f"{who} sent something that is no offer of shared memory",
+        f"{who} sent a message that is not from this version of symmplan",
         fix="run the same version of symmplan on every rank",
         **group.here,
     )
@@ -324,7 +324,8 @@ def _levels(offers: Sequence[_Offer], group: Group) -> tuple[tuple[int, ...], tu
     if other is not None and (len(per_host) > 1 or per_host == {1}):
         raise BackendError(
             f"memory='shm': ranks {group.rank} and {other} run on different hosts",
-            expected="all ranks of the group on one host, or several and equally many on each",
+            expected="all ranks of the group on one host, or the same number, at least two, on "
+            "each host",
             fix="use memory='nccl' with CUDA devices, or groups within one host",
             **group.here,
             ranks=(group.rank, other),
@@ -335,7 +336,7 @@ def _levels(offers: Sequence[_Offer], group: Group) -> tuple[tuple[int, ...], tu
 def _check_size(mine: _Offer, theirs: _Offer, group: Group, rank: int) -> None:
     if theirs.nbytes != mine.nbytes:
         raise BackendError(
-            f"rank {rank} made the segment of another size",
+            f"rank {rank} created the segment with another size",
             expected=f"{mine.nbytes} bytes",
             got=f"{theirs.nbytes} bytes",
             fix="run the same version of symmplan on every rank",

@@ -213,7 +213,7 @@ def _no_room(nbytes: int) -> OutOfSharedMemoryError:
         expected=f"{nbytes} bytes",
         got=f"{free} bytes free",
         fix=f"make {DIRECTORY} larger (mount -o remount,size=..., docker run --shm-size=...), "
-        "free what lies there, or make the plan smaller",
+        "free memory there, or make the plan smaller",
         nbytes=nbytes,
         free_bytes=free,
     )

@@ -129,8 +129,8 @@ def synchronize(device: torch.device) -> None:
     if torch.cuda.is_current_stream_capturing():
         raise RunError(
             "memory would have to change hands while a CUDA graph is being captured",
-            expected="a program that does what it did before",
-            got="one that the plan does not know, or that holds a tensor for longer",
+            expected="a program that makes the same calls as before",
+            got="a call that the plan does not know, or a tensor that lives longer",
             fix="run steps like the captured one first, and drop their tensors",
         )
     torch.cuda.synchronize(device)

@@ -63,7 +63,7 @@ def bytes_of(given: int | str | None) -> int | None:
     if found is None or bits or (found[3] and not found[2]):
         raise PlanningError(
             f"capacity is {given!r}",
-            expected="bytes as a whole number, or text with a unit such as '40GiB' or '512 MiB'",
+            expected="bytes as an integer, or text with a unit such as '40GiB' or '512 MiB'",
             got=repr(given),
             fix="write B for bytes: b means bits"
             if bits

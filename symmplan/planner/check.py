@@ -32,7 +32,7 @@ def check_problem(problem: Problem) -> None:
                 f"{count} {kind} are more than a plan can hold",
                 expected=f"at most {MAX_ENTRIES}",
                 got=count,
-                fix="plan the parts of the program one by one",
+                fix="plan the parts of the program separately",
             )
     buffers = _unique("buffer", problem.buffers)
     operations = _unique("operation", problem.operations)
@@ -41,7 +41,7 @@ def check_problem(problem: Problem) -> None:
     total = sum(b.nbytes for b in problem.buffers)
     if total > MAX_TOTAL:
         raise ProblemError(
-            f"all buffers together have {total} bytes",
+            f"all buffers have {total} bytes in total",
             expected=f"at most {MAX_TOTAL}",
             got=total,
             fix="check the sizes; they are bytes",
@@ -65,7 +65,7 @@ def _unique(kind: str, entries: Iterable[Any]) -> dict[str, Any]:
                 f"{kind} {k} has the name {name!r}",
                 expected="a non-empty string",
                 got=repr(name),
-                fix=f"give every {kind} a name of its own",
+                fix=f"give every {kind} a unique name",
             )
         if name in found:
             raise ProblemError(
@@ -205,8 +205,8 @@ def _check_ends(problem: Problem, operations: dict[str, Any], order: Order) -> N
     for operation in problem.operations:
         if operation.ends and (operation.synchronizes or operation.handshake or operation.release):
             raise ProblemError(
-                f"operation {operation.name!r} ends a call and is one that synchronizes",
-                expected="the facts of a call at the operation where it begins",
+                f"operation {operation.name!r} ends a call, and states facts of a call",
+                expected="facts at the operation that begins the call",
                 got=f"synchronizes={operation.synchronizes}, handshake={operation.handshake}, "
                 f"release={operation.release}",
                 fix=f"state them of {operation.ends[0]!r}",
@@ -222,7 +222,7 @@ def _check_ends(problem: Problem, operations: dict[str, Any], order: Order) -> N
                     f"{where}, which is itself the end of {operations[name].ends[0]!r}",
                     expected="a call that begins there",
                     got="the end of one",
-                    fix="let an operation of its own begin the call",
+                    fix="add a separate operation that begins the call",
                     operation=operation.name,
                 )
             if name in ended:
@@ -230,7 +230,7 @@ def _check_ends(problem: Problem, operations: dict[str, Any], order: Order) -> N
                     f"{where}, which ends at {ended[name]!r} already",
                     expected="one end of each call",
                     got=f"{ended[name]!r} and {operation.name!r}",
-                    fix="let the last of them end it",
+                    fix="let only the last of them end it",
                     operation=operation.name,
                 )
             if not order.precedes(order.index[name], order.index[operation.name]):

@@ -147,6 +147,6 @@ def _rows(
             f"{path} has no buffers",
             expected="a line for each buffer under the header",
             got="a header alone",
-            fix="write the buffers below the header, one a line",
+            fix="write the buffers below the header, one per line",
         )
     return rows

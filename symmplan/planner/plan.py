@@ -309,9 +309,9 @@ def _raise_capacity(made: Plan, capacity: int) -> None:
         f"{len(made.placements)} buffers take {made.peak_bytes} bytes; {why}",
         expected=f"at most {capacity} bytes",
         got=f"{made.peak_bytes}, proven minimum {made.lower_bound_bytes}",
-        fix="raise the capacity, or order or drop some of the buffers named in `buffers`"
+        fix="increase the capacity, or order or drop some of the buffers named in `buffers`"
         if proven or made.effort == "optimal"
-        else 'try effort="optimal", or raise the capacity',
+        else 'try effort="optimal", or increase the capacity',
         buffers=buffers,
         capacity=capacity,
         peak_bytes=made.peak_bytes,

@@ -98,7 +98,7 @@ def _places(schema: Schema, where: object) -> list[str]:
             f"{where!r} does not name an argument or result of {schema.op}",
             expected="a string",
             got=type(where).__name__,
-            fix="give the names as they stand in the schema",
+            fix="pass names of the schema",
             op=schema.op,
             where=where,
         )

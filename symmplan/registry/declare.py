@@ -171,13 +171,13 @@ def symm_args(
     bare = [w for w in where if not isinstance(w, str | Requirement)]
     if bare:
         raise DeclarationError(
-            f"symm_args was given {getattr(bare[0], '__qualname__', repr(bare[0]))} where names of "
-            "arguments belong",
+            f"symm_args was given {getattr(bare[0], '__qualname__', repr(bare[0]))} instead of "
+            "names of arguments",
             expected='names, such as @symmplan.symm_args("input", "return")',
             got="the decorator without parentheses"
             if callable(bare[0])
             else type(bare[0]).__name__,
-            fix="write the names in parentheses behind symm_args",
+            fix="write the names in parentheses after symm_args",
             where=bare[0],
         )
 
@@ -216,7 +216,7 @@ def requirements(op: OpRef) -> OpSpec | None:
             f"torch's registry of symmetric arguments is wrong about {spec.op}: {faults(spec)}",
             expected="names of tensors in the op's schema",
             got=", ".join(name for name, _ in spec.wrong),
-            fix=f"mend that registration, or overrule it with "
+            fix=f"correct that registration, or override it with "
             f'symmplan.register_symm_mem_args("{spec.op}", ...)',
             op=spec.op,
             names=tuple(name for name, _ in spec.wrong),
@@ -264,7 +264,7 @@ class _Store:
                 if of.text != schema.text or earlier == spec:
                     continue
                 raise DeclarationError(
-                    f"{spec.op} is already declared, and differently",
+                    f"{spec.op} is already declared in another way",
                     expected=_describe(earlier),
                     got=_describe(spec),
                     fix="keep one of the two declarations, or call "

@@ -127,7 +127,8 @@ class Clock:
             except Exception as error:
                 raise RunError(
                     f"a collective failed while it was measured: {type(error).__name__}: {error}",
-                    fix="see why, or choose without a measurement: choose='placed' or 'ordinary'",
+                    fix="correct the cause, or choose without a measurement: choose='placed' or "
+                    "'ordinary'",
                 ) from error
             finally:
                 self._end()
@@ -199,7 +200,7 @@ class Clock:
         if time.monotonic() > deadline:
             raise PeerTimeoutError(
                 f"a collective that was measured did not end in {self._timeout:g} s",
-                fix="see why a peer failed, or raise timeout=",
+                fix="find out why a peer failed, or increase timeout=",
                 timeout=self._timeout,
             )
 

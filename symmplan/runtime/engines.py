@@ -166,8 +166,8 @@ def require(groups: Iterable[str], engines: Mapping[str, Engines], memory: str) 
     if BACKENDS[memory].devices and without:
         raise BackendError(
             f"choose='copy engine': memory={memory!r} has no copy engines for group {without[0]!r}",
-            expected="memory='nccl' with NCCL 2.28 or newer, and ranks that are in equally "
-            "many process groups",
+            expected="memory='nccl' with NCCL 2.28 or newer, and ranks that have created "
+            "the same process groups",
             fix="use choose='measure'",
             group=without[0],
             memory=memory,

@@ -333,11 +333,9 @@ def check(step: Callable[[], Any], device: torch.device | None) -> Checked:
     function("step", step, "pass the function itself, without calling it")
     if device is None or checking():
         raise RunError(
-            "a step is checked before there is a plan"
-            if device is None
-            else "two checks at a time",
+            "check was called before there is a plan" if device is None else "two checks at a time",
             expected="a step that follows a plan, and no check inside another",
-            got="no plan" if device is None else "a check that is going on",
+            got="no plan" if device is None else "a running check",
             fix="run steps until there is a plan first"
             if device is None
             else "check one step after the other",

@@ -173,7 +173,8 @@ def here(who: str, group: Any, device: torch.device | str | None) -> tuple[str, 
             f"{who} was given no process group",
             expected="a torch.distributed.ProcessGroup, or None for all ranks",
             got=repr(group),
-            fix="pass mesh.get_group() of a device mesh, or what torch.distributed.new_group gave",
+            fix="pass mesh.get_group() of a device mesh, or the result of "
+            "torch.distributed.new_group",
         )
     if device is None:
         cuda = torch.cuda.is_available() and nccl.serves(chosen)

@@ -112,7 +112,7 @@ def read_table(path: str) -> Table:
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it has another format"
         raise OptionError(
-            f"{path!r} is no tuning table: {why}",
+            f"{path!r} is not a tuning table: {why}",
             expected=f"a file of format {_FORMAT} {_VERSION}",
             got=f"{type(error).__name__}: {error}",
             fix=f"write it with: symmplan bench comm --device cuda -o {path}",

@@ -170,11 +170,11 @@ class Links:
         except (OSError, ValueError, TypeError) as error:
             known = ", ".join(x.name for x in fields(cls))
             raise OptionError(
-                f"{str(path)!r} has no links, and is no machine that is known",
+                f"{str(path)!r} is neither a file with links nor a known machine",
                 expected=f"a JSON object with {known}, or one of {', '.join(PRESETS)}",
                 got=str(error).splitlines()[0],
-                fix="name a machine that is known, or write within, ordinary and between in bytes "
-                "a second",
+                fix="name a known machine, or write within, ordinary and between in bytes per "
+                "second",
             ) from error
 
 

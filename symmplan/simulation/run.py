@@ -164,7 +164,7 @@ def simulate(
         if size != ranks:
             raise SimulationError(
                 f"the program makes a mesh of {size:,} ranks in a world of {ranks:,}",
-                expected=f"dimensions that multiply to {ranks:,}",
+                expected=f"dimensions whose product is {ranks:,}",
                 got=f"{size:,}",
                 fix=f"pass ranks={size} (--ranks {size}), or change the mesh",
                 ranks=ranks,
@@ -310,7 +310,7 @@ def _check_callable_alone(program: Callable[..., Any]) -> None:
 def _check(program: object, ranks: int, rank: int, memory: str, progress: object) -> None:
     if not callable(program):
         raise SimulationError(
-            "the program is no function",
+            "the program is not a function",
             expected="a function without arguments",
             got=repr(program),
             fix="pass the function that trains; for a file run symmplan simulate FILE:FUNCTION",
@@ -337,9 +337,9 @@ def _check(program: object, ranks: int, rank: int, memory: str, progress: object
     if current() is not None or dist.is_initialized():
         raise SimulationError(
             "this process has process groups already",
-            expected="a process that is no rank",
+            expected="a process without process groups",
             got="a default process group",
-            fix="call symmplan.simulate in a process of its own, or after destroy_process_group()",
+            fix="call symmplan.simulate in another process, or after destroy_process_group()",
         )
 
 
@@ -354,7 +354,7 @@ def _check_hosts(ranks_per_host: int | None, ranks_per_domain: int | None) -> No
             f"ranks_per_domain is {ranks_per_domain}",
             expected="a multiple of ranks_per_host",
             got=f"ranks_per_host={ranks_per_host}",
-            fix="pass how many ranks NVLink joins, of whole hosts",
+            fix="pass the number of ranks that NVLink joins, a multiple of ranks_per_host",
         )
 
 
@@ -372,24 +372,24 @@ def _explained(error: BaseException) -> SimulationError | None:
         if fake_world.reads_values(seen):
             return SimulationError(
                 f"the program reads the value of a tensor ({seen}){_place(error)}",
-                expected="a program that runs the same whatever its numbers are",
+                expected="a program whose calls do not depend on values",
                 got=".item(), .tolist(), or a condition on a tensor",
                 fix=_ITEM,
             )
         if fake_world.needs_bytes(seen):
             return SimulationError(
                 f"code that is not torch's ops reads a tensor's bytes{_place(error)}",
-                expected="ops that work on fake tensors, which have none",
+                expected="ops that work on fake tensors, which have no bytes",
                 got=str(seen).partition("\n")[0],
                 fix="leave that call out, or make it an op with a fake implementation "
                 "(torch.library.register_fake)",
             )
         if not torch.cuda.is_available() and _names_device(str(seen)):
             return SimulationError(
-                f"the program uses a device that is not there: {str(seen).splitlines()[0]}",
+                f"the program uses a device that does not exist: {str(seen).splitlines()[0]}",
                 expected='"cpu" for meshes and tensors where torch has no CUDA device',
                 got="a CUDA device",
-                fix='name "cpu" in the program; memory= says for which machine is planned',
+                fix='use "cpu" in the program; memory= selects the machine to plan for',
             )
         seen = seen.__cause__ or seen.__context__
     return None

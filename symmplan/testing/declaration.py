@@ -176,7 +176,7 @@ def check_declaration(
         RunError: The op raised on a rank, which the message names, or a rank ended.
         PeerTimeoutError: The ranks did not finish in time; ``missing`` names them.
 
-    Collective: no. It may be called where there is no process group, and where there is one.
+    Collective: no. It may be called where there is not a process group, and where there is one.
     """
     spec = requirements(op)
     if spec is None:
@@ -188,7 +188,7 @@ def check_declaration(
         )
     if ranks < 2:
         raise DeclarationError(
-            f"a declaration speaks of several ranks, and {spec.op} was to be run on {ranks}",
+            f"a check needs several ranks, but {spec.op} was to run on {ranks}",
             expected="2 or more ranks",
             got=ranks,
             fix="pass ranks=3",
@@ -236,7 +236,7 @@ def _failed(job: Job, outcome: RankOutcome) -> RunError:
         f"rank {outcome.rank} could not run {job.op}",
         expected="an op that runs on symmetric tensors",
         got=got,
-        fix="mend the op, or the inputs that it was given",
+        fix="correct the op, or its inputs",
         op=job.op,
         failed_rank=outcome.rank,
     )
@@ -247,7 +247,7 @@ def _late(job: Job, missing: list[int], timeout: float) -> PeerTimeoutError:
         f"{job.op} did not end within {timeout:g} s on rank {', '.join(map(str, missing))}",
         expected=f"all calls of {job.ranks} ranks",
         got=f"those of {job.ranks - len(missing)}",
-        fix="see whether the op waits for what no peer does, or raise timeout=",
+        fix="check whether the op waits for something that no peer does, or increase timeout=",
         op=job.op,
         missing=tuple(missing),
         timeout=timeout,

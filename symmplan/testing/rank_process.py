@@ -104,7 +104,7 @@ class RankError:
 
 
 def mark(where: str, part: float = 0.0) -> None:
-    """Let the parent know what this rank does next; nothing in a process that is no rank.
+    """Let the parent know what this rank does next; nothing in a process without process groups.
 
     Args:
         where: Note what this rank does now, for people.

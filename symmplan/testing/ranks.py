@@ -373,7 +373,7 @@ def raise_if_failed(outcomes: Sequence[RankOutcome], timeout: float) -> None:
             f"they did not finish within {timeout:g} s",
             expected=f"{len(outcomes)} ranks that finish",
             got="; ".join(f"rank {outcome.rank} at: {outcome.at}" for outcome in failed),
-            fix="give them more time: --timeout SECONDS",
+            fix="increase the time limit: --timeout SECONDS",
             traceback="\n".join(outcome.describe() for outcome in failed),
             exit_codes=codes,
             timeout=timeout,

@@ -71,7 +71,7 @@ def split_experts(
         raise CaptureError(
             "split_experts found no experts",
             expected=f"modules with num_experts, a forward({', '.join(_ARGUMENTS)}) and parameters "
-            "of which the first dimension is num_experts",
+            "whose first dimension is num_experts",
             got=type(model).__name__,
             fix="use symmplan.expert_parallel in the model's own layers",
         )
@@ -84,7 +84,7 @@ def split_experts(
             f"{wrong} experts cannot be divided by {via.ranks} ranks",
             expected=f"a multiple of {via.ranks} experts in each layer",
             got=f"{wrong} experts",
-            fix="take a group of fewer ranks",
+            fix="use a group of fewer ranks",
         )
     run = _runs(via, padded)
     for module in found:

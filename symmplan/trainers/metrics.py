@@ -30,10 +30,10 @@ def watched(handle: Handle) -> dict[str, int]:
     """
     if not isinstance(handle, Handle):
         raise OptionError(
-            f"{handle!r} is no handle of FSDP2",
+            f"{handle!r} is not a handle of symmplan.fsdp",
             expected="a symmplan.fsdp.Handle",
             got=f"a {type(handle).__name__}",
-            fix="pass what symmplan.fsdp.apply(model) returned",
+            fix="pass the result of symmplan.fsdp.apply(model)",
         )
     metrics = handle.metrics()
     algorithms = {name: n for name, n in metrics.items() if "/algorithms/" in name and n}

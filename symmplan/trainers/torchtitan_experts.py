@@ -86,10 +86,11 @@ def plan_experts(model: nn.Module, *, max_tokens: int, **options: Any) -> Expert
     ]
     if not found:
         raise CaptureError(
-            "plan_experts found no experts that torchtitan spreads over ranks",
-            expected="modules with an AllToAllTokenDispatcher that was given a mesh",
+            "plan_experts found no experts that torchtitan distributes over ranks",
+            expected="modules with an AllToAllTokenDispatcher that has a mesh",
             got=type(model).__name__,
-            fix="set expert_parallel_degree, and call it after the model was parallelized",
+            fix="set expert_parallel_degree, and call plan_experts after torchtitan has "
+            "parallelized the model",
         )
     via = expert_parallel(found[0].ep_mesh.get_group(), max_tokens=max_tokens, **options)
     for dispatcher in found:

@@ -256,7 +256,7 @@ def test_looking_for_a_program_runs_none_of_it(tmp_path):
     ("name", "says"),
     [
         ("unsharded", "is not sharded"),
-        pytest.param("applied", "leave out symmplan.fsdp.apply", marks=pytest.mark.further),
+        pytest.param("applied", "remove symmplan.fsdp.apply", marks=pytest.mark.further),
         pytest.param("nothing", "does not return a model and its step", marks=pytest.mark.further),
         pytest.param("only_model", "does not return", marks=pytest.mark.further),
         pytest.param("late", "ValueError: no such data", marks=pytest.mark.further),

@@ -97,7 +97,7 @@ def test_a_name_that_is_no_string(where):
     assert text == (
         f"{where!r} does not name an argument or result of symmtest_errors::f.default\n"
         f"  expected a string; got {type(where).__name__}\n"
-        "  fix: give the names as they stand in the schema"
+        "  fix: pass names of the schema"
     )
 
 
@@ -246,7 +246,7 @@ def test_contradiction():
     symmplan.register_symm_mem_args(F, ["input"], handshake=True)
     text, error = refused(F, "return", Requirement("input", 16, signal_pad=True))
     assert text == (
-        "symmtest_errors::f.default is already declared, and differently\n"
+        "symmtest_errors::f.default is already declared in another way\n"
         "  expected input@256 group='group_name' handshake; "
         "got input@16+pad, return.0@256 group='group_name'\n"
         "  fix: keep one of the two declarations, or call "
@@ -279,9 +279,9 @@ def test_out_variant_that_is_unknown():
 
 @pytest.mark.parametrize("given", [lambda x: x, 3, torch.ops.aten.add])
 def test_the_decorator_without_parentheses(given):
-    with pytest.raises(DeclarationError, match="where names of arguments belong") as caught:
+    with pytest.raises(DeclarationError, match="instead of names of arguments") as caught:
         symmplan.symm_args(given)
-    assert caught.value.fix == "write the names in parentheses behind symm_args"
+    assert caught.value.fix == "write the names in parentheses after symm_args"
 
 
 def test_what_a_message_advises_can_be_called():

@@ -136,7 +136,7 @@ def test_links_are_a_name_or_a_file_or_themselves(tmp_path):
 def test_a_file_without_links_is_an_error(tmp_path, text):
     file = tmp_path / "links.json"
     file.write_text(text)
-    with pytest.raises(OptionError, match="has no links") as raised:
+    with pytest.raises(OptionError, match="neither a file with links") as raised:
         links_of(file)
     assert "dgx-h100" in str(raised.value)
 

@@ -213,7 +213,9 @@ def test_a_table_says_how_collectives_run(tmp_path):
         ("reduce_scatter", "shared push"),
     }
     path.with_name("none.json").write_text("{}")
-    with pytest.raises(OptionError, match=r"none\.json' is no tuning table: it has another format"):
+    with pytest.raises(
+        OptionError, match=r"none\.json' is not a tuning table: it has another format"
+    ):
         symmplan.simulate(wide, ranks=16, choices=path.with_name("none.json"))
 
 
@@ -354,7 +356,7 @@ def cuda():
     [
         (reads, {"ranks": 2}, r"value of a tensor.*test_simulate.*in reads", "read values where"),
         (by_hand, {"ranks": 2}, r"reads a tensor's bytes, at .*in by_hand", "register_fake"),
-        (cuda, {"ranks": 2}, "a device that is not there", 'name "cpu"'),
+        (cuda, {"ranks": 2}, "a device that does not exist", 'use "cpu"'),
         (wide, {"ranks": 2, "rank": 2}, "rank 2 is not in a world of 2", "pass rank="),
         (
             functools.partial(init_device_mesh, "cpu", (2, 3)),

@@ -60,9 +60,9 @@ class ProgramSide(Side):
         if not modules:
             raise CommandError(
                 f"the model that {program!r} builds is not sharded",
-                expected="torch.distributed.fsdp.fully_shard(model), as FSDP2 calls it",
+                expected="a model under torch.distributed.fsdp.fully_shard",
                 got=f"{type(model).__name__} without modules under fully_shard",
-                fix="call fully_shard on its blocks and on the model before it is returned",
+                fix="call fully_shard on the blocks and on the model before you return the model",
             )
         groups = [group for module in modules for group in fsdp2.param_groups(module)]
         comms = [comm for group in groups for comm in fsdp2.comms(group)]
@@ -70,9 +70,10 @@ class ProgramSide(Side):
         if custom:
             raise CommandError(
                 f"the model that {program!r} builds has other collectives than FSDP2's already",
-                expected="a model without symmplan, which each side gets or does not get",
+                expected="a model without symmplan; the benchmark applies it",
                 got=", ".join(dict.fromkeys(custom)),
-                fix="leave out symmplan.fsdp.apply, set_custom_all_gather and the like in it",
+                fix="remove symmplan.fsdp.apply, set_custom_all_gather and similar calls from "
+                "the program",
             )
         self._step = step
         return model

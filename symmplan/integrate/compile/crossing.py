@@ -112,9 +112,9 @@ class CrossingLease(StorageLease):
             raise RunError(
                 f"bytes [{self.place.offset}, {self.place.end}) of {self.place.segment!r} are "
                 "about to be overwritten, and a view of a tensor saved for backward refers to them",
-                expected="that autograd alone holds what a compiled forward saved",
+                expected="that only autograd holds tensors which a compiled forward saved",
                 got="another tensor on the same storage",
-                fix="clone what you keep of saved tensors",
+                fix="clone the saved tensors that you keep",
             )
 
     def move(self, to: torch.Tensor) -> None:

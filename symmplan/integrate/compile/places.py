@@ -272,9 +272,9 @@ def check_others(copies: Sequence[RunCopy], args: Sequence[Any]) -> None:
                 for each in copies:
                     each.end()
                 raise RunError(
-                    f"an input of shape {tuple(other.shape)} lies where another one must be "
-                    "copied to",
-                    expected="inputs that were not in each other's placement before",
+                    f"an input of shape {tuple(other.shape)} is in the placement of another "
+                    "input, which must be copied there",
+                    expected="inputs that are not in each other's placements",
                     got="the same bytes for two of them",
                     fix="pass a copy of one of the two, or compile without bind=True",
                 )

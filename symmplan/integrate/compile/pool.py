@@ -269,7 +269,7 @@ def _meet_engines(shared: Shared, groups: dict[str, Any]) -> int:
         raise RunError(
             f"a graph was compiled for communicators that are gone: {sorted(gone)}",
             expected="the process groups that it was compiled for",
-            got="others under their names",
-            fix="compile the model again, after torch.compiler.reset()",
+            got="new process groups with the same names",
+            fix="call torch.compiler.reset(), and compile the model again",
         )
     return register(shared.arena, found)

@@ -112,9 +112,9 @@ class Shared:
         if not self.lock.acquire(blocking=self._moving):
             raise RunError(
                 "a compiled graph started while another one was using the same segments",
-                expected="graphs of one backend one after the other",
-                got="one inside the other, or two threads",
-                fix="compile one of them with a symmplan.backend() of its own",
+                expected="one running graph of each backend",
+                got="a graph inside another one, or in another thread",
+                fix="compile one of them with a separate symmplan.backend()",
             )
         try:
             self.runs += 1
@@ -341,7 +341,7 @@ def released() -> ReleasedError:
     """What is raised where a graph runs too late."""
     return ReleasedError(
         "a compiled graph ran after its backend was released",
-        expected="a backend that has its segments",
+        expected="a backend that still has its segments",
         got="one whose memory is given back",
         fix="compile the model again, with a new symmplan.backend()",
     )

@@ -206,8 +206,8 @@ def _check_place(
 ) -> None:
     if tensor.data_ptr() != address or tensor.stride() != strides:
         raise RunError(
-            f"{event.name}: argument {site.head!r} is not the tensor that it was when the "
-            f"iteration was recorded, buffer {site.buffer!r}",
+            f"{event.name}: argument {site.head!r} is not the tensor of the recorded "
+            f"iteration, buffer {site.buffer!r}",
             expected=f"a tensor at {address:#x}, strides {strides}",
             got=f"one at {tensor.data_ptr():#x}, strides {tensor.stride()}",
             fix="pass the same tensor in every iteration, or call session.replan() on all ranks",

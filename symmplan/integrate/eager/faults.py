@@ -144,7 +144,7 @@ class Faults:
             self.diverge(
                 f"call {cursor.at}, {event.name}, runs on another stream than planned",
                 expected=f"the stream that was {event.call.stream!r} when it was recorded",
-                got="one that is another in this iteration",
+                got="another stream",
                 event=event,
             )
         overdue = event.overdue()
@@ -153,7 +153,7 @@ class Faults:
             self.diverge(
                 f"{event.name} is about to write buffer {buffer!r} over {other!r}, which is still "
                 "held",
-                expected="no tensor on it any more, as in the recorded iteration",
+                expected="no tensor that still uses it, as in the recorded iteration",
                 got="one that is kept longer",
                 event=event,
                 buffer=other,

@@ -124,7 +124,7 @@ class Session:
                 "two eager sessions at a time",
                 expected="at most one in a process",
                 got="one inside another",
-                fix="leave the first session before the next is entered",
+                fix="leave the first session before you enter the next",
             )
         if self._state != "new":
             raise self._released()

@@ -75,7 +75,7 @@ class Handle:
         if plan is None:
             raise RunError(
                 "handle.plan was asked for before there is a plan",
-                expected="a step that was recorded over more than one rank, and planned",
+                expected="a plan, made from a recorded step over more than one rank",
                 got=repr(self),
                 fix="run a step, then handle.freeze(); handle.planned says whether there is a plan",
             )
@@ -195,7 +195,7 @@ class Handle:
         if not self._plain:
             raise ReleasedError(
                 f"handle.{method}() was called after handle.remove()",
-                expected="a handle that is applied to its model",
+                expected="a handle that is still applied to its model",
                 got=repr(self),
                 fix="call it before remove(), or symmplan.fsdp.apply(model) again",
             )
@@ -274,7 +274,7 @@ def apply(
     require("fsdp")
     if not isinstance(model, Module):
         raise CaptureError(
-            "symmplan.fsdp.apply was given no module",
+            "symmplan.fsdp.apply needs a module",
             expected="a torch.nn.Module to which fully_shard was applied",
             got=type(model).__name__,
             fix="pass the model",
@@ -299,7 +299,8 @@ def apply(
             expected="a module to which torch.distributed.fsdp.fully_shard was applied",
             got="none",
             fix="call fully_shard(model, ...) first; with accelerate launch, set fsdp_version: 2 "
-            "in fsdp_config, and pass what accelerator.prepare(model) gave; with Hugging Face's "
+            "in fsdp_config, and pass the result of accelerator.prepare(model); with Hugging "
+            "Face's "
             "Trainer, pass TrainingArguments(fsdp=True)",
         )
     meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
@@ -341,7 +342,7 @@ def _check_removable(runtime: Runtime) -> None:
         ),
         expected="a call between steps",
         got="a backward pass that is running" if running else "a graph that is still alive",
-        fix="call it after backward(), or let go of the forward pass's results first",
+        fix="call it after backward(), or drop the results of the forward pass first",
         module=sites[0] if sites else None,
     )
 
@@ -375,7 +376,7 @@ def _check_plain(comm: Any, name: str) -> None:
             f"symmplan.fsdp is already applied to FSDP module {site!r}",
             expected="a model without a handle",
             got="a second symmplan.fsdp.apply",
-            fix="use the first one's handle, or call handle.remove() before the second",
+            fix="use the handle of the first call, or call handle.remove() before the second call",
             module=name,
         )
     raise CaptureError(

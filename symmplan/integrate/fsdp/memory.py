@@ -147,7 +147,7 @@ class Memory:
             return True
         if self._device != device:
             raise CaptureError(
-                "FSDP modules of one model lie on different devices",
+                "FSDP modules of one model are on different devices",
                 expected=self._device,
                 got=device,
                 fix="call symmplan.fsdp.apply for the modules of each device",

@@ -209,7 +209,7 @@ class ParameterStorage:
     def no_room(self) -> RunError:
         """What to raise where somebody is in the bytes, and graphs have views of both."""
         return RunError(
-            f"FSDP module {self._site!r} needs its parameters while others are in their bytes "
+            f"FSDP module {self._site!r} needs its parameters while other modules use their bytes "
             f"[{self.begin}, {self.end}), and graphs still refer to both",
             expected="modules that were unsharded one after the other when the first step was "
             "recorded to be so until their backward passes are done",

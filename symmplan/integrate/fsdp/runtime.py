@@ -431,7 +431,7 @@ class Runtime:
                 "no FSDP collective has run yet",
                 expected="one forward and backward pass over more than one rank",
                 got="none",
-                fix="run a step first; where each group has one rank, there is nothing to plan",
+                fix="run a step first; groups of one rank have nothing to plan",
             )
         leave(self._log)
         self._plan(self._log)

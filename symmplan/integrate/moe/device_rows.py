@@ -174,16 +174,16 @@ class DeviceRows:
         if code == kernels.OVERFLOW:
             return RunError(
                 f"a call outgrew its plan: a rank gets {value} rows",
-                expected="at most max_tokens rows, as counts were only known on the device",
+                expected="at most max_tokens rows, because only the device knew the counts",
                 got=f"{value} rows",
                 fix=f"pass max_tokens={value} or more, or leave rows= out",
                 **here,
             )
         if code == kernels.COUNTS:
             return RunError(
-                f"the counts of rank {value} do not say how many of its rows go where",
-                expected="numbers of rows, none negative, no more together than there are",
-                got="others; what they were is only known on the device",
+                f"the counts of rank {value} are not valid",
+                expected="non-negative numbers of rows, with a sum of at most the rows that exist",
+                got="other numbers, which only the device knows",
                 fix="pass how many rows go to each rank of the group",
                 **here,
                 ranks=(value,),

@@ -174,7 +174,7 @@ class ExpertParallel:
         if rows > slot.rows:
             raise OptionError(
                 f"rows is {rows}, and max_tokens is {slot.rows}",
-                expected="room for as many rows as come back in a combine",
+                expected="rows= of at most max_tokens=, because combine returns that many",
                 got=f"{rows} rows",
                 fix=f"pass max_tokens={rows} or more",
             )
@@ -415,7 +415,7 @@ class ExpertParallel:
         if self._released:
             raise ReleasedError(
                 "symmplan.expert_parallel was used after its release",
-                expected="an object whose with-block has not ended",
+                expected="an object whose with block has not ended",
                 got="one whose memory is given back",
                 fix="make a new one",
                 **self._group.here,

@@ -172,8 +172,8 @@ class PaddedRoutes:
         if not self._host:
             if self.table.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RunError(
-                    "routes would have to come to the host while a CUDA graph is being captured",
-                    expected="rows that kernels move",
+                    "routes are needed on the host while a CUDA graph is being captured",
+                    expected="an algorithm that moves rows by kernels",
                     got="an algorithm that needs to know the routes on the host",
                     fix='pass choose="symmetric", and see the reasons in experts.stats',
                 )
@@ -317,7 +317,7 @@ def routes_of(
     )
     if wrong is not None:
         raise RunError(
-            f"the counts of rank {wrong} do not say how many rows go where",
+            f"the counts of rank {wrong} are not valid",
             expected=f"a whole number for each of {group.size} ranks, none negative, no more "
             "together than there are rows",
             got=f"{counts!r}" if wrong == group.rank else f"what rank {wrong} says",

@@ -239,8 +239,8 @@ class RowSlot:
             except BackendError as error:
                 raise BackendError(
                     error.what,
-                    fix="put the ranks that share experts on one host, with devices that reach "
-                    "each other",
+                    fix="put the ranks that share experts on one host, with peer access "
+                    "between their devices",
                     **group.here,
                 ) from error
             self.pushes = RowPushes(meeting, slot, group)

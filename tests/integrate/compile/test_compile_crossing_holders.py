@@ -181,7 +181,7 @@ def _aliased(rank, world_size):
 
 def test_a_view_that_cannot_move_is_an_error(pool):
     for fix in pool.run(_aliased):
-        assert "clone what you keep" in fix
+        assert "clone the saved tensors that you keep" in fix
 
 
 def _shown(rank, world_size):
