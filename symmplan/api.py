@@ -21,16 +21,16 @@ def plan(
     capacity: int | str | None = None,
     default_group: str | None = None,
 ) -> Plan:
-    """Assign every declared tensor of a program a place in pooled symmetric segments.
+    """Assign every declared tensor of a program an offset in shared symmetric segments.
 
     Args:
         program: An ``fx.Graph``, a ``GraphModule``, an ``ExportedProgram`` or a `Problem`.
-        example_inputs: Inputs to propagate (on fake tensors) where the graph's nodes carry no
-            sizes. Only for graphs.
-        effort: ``"fast"``, or ``"optimal"`` for a search with a proof, up to half a minute;
-            ``plan.search`` says whether it was complete, ended by its limit of work, or was skipped
-            for too many buffers.
-        capacity: Bytes that all segments may take together, as a number or as text such as
+        example_inputs: Inputs from which shapes are derived, on fake tensors, if the graph's nodes
+            have no shapes. Only for graphs.
+        effort: ``"fast"``, or ``"optimal"`` for a search with a proof, which takes up to half a
+            minute. ``plan.search`` says whether the search was complete, ended at its limit of
+            work, or was skipped because there are too many buffers.
+        capacity: Most bytes of all segments together, as a number or as text such as
             ``"40GiB"``; None for no limit.
         default_group: Name of the process group of declared ops that name none; the world if None.
 
@@ -40,9 +40,9 @@ def plan(
     Raises:
         CaptureError: The program is of another kind, or has no sizes.
         CapacityError: The buffers do not fit into ``capacity``.
-        PlanningError: ``capacity`` is no number of bytes, or there is no such effort.
-        OptionError: ``default_group`` is no name.
-        MissingSeamError: This torch lacks what capturing a graph rests on.
+        PlanningError: ``capacity`` is not a number of bytes, or there is no such effort.
+        OptionError: ``default_group`` is not a name.
+        MissingSeamError: This torch lacks a name that captures need.
 
     Collective: no.
 

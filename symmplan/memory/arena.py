@@ -336,7 +336,7 @@ def realize(
         OutOfSharedMemoryError: A segment does not fit into the machine's memory.
         PeerTimeoutError: Ranks did not come within the timeout.
         PeerLostError: A rank ended.
-        MissingSeamError: This torch lacks what an agreement rests on.
+        MissingSeamError: This torch lacks a name that agreements need.
 
     Collective: yes, over every group of the plan and of ``groups``.
     """

@@ -24,11 +24,12 @@ class HeldSegment:
         name: Unique: its name in its plan, a dot, and the number of its arena in this process.
         nbytes: Size in bytes, on this rank.
         memory: Name of the memory backend.
-        groups: Names of the groups that it met, copy engines' communicators included.
-        users: The users that plan in it, sorted: ``"compiled graphs"``, ``"pinned inputs"`` of
-            those, ``"eager session"``, ``"recording"``, ``"FSDP2"``, ``"expert parallel"``,
-            ``"measurement"``, or what `symmplan.memory.realize` was told. Empty if it is in the
-            segment cache.
+        groups: Names of the groups that have registered it, including the communicators for copy
+            engines.
+        users: Its users, sorted: ``"compiled graphs"``, their ``"pinned inputs"``,
+            ``"eager session"``, ``"recording"``, ``"FSDP2"``, ``"expert parallel"``,
+            ``"measurement"``, or the name passed to `symmplan.memory.realize`. Empty if the
+            segment is in the segment cache.
     """
 
     name: str

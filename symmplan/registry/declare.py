@@ -72,13 +72,13 @@ def register_symm_mem_args(
             ``OpOverloadPacket`` or what ``torch.library.custom_op`` returned.
         where: Names of arguments (also out-arguments, optional tensors, and lists of tensors: each
             element must then be symmetric), ``"return"`` for the result or all results,
-            ``"return.0"``, ... for one of several. A `Requirement` gives one its own ``align`` and
-            ``signal_pad``.
-        group: Name of the schema argument that carries the process group: its name (``str``), a
-            ``ProcessGroup`` or anything that holds one. None: ``group_name``, or the one whose
-            name says so; an op that has none runs over the default group, which is the world or
-            what `symmplan.backend` and `symmplan.plan` are told by ``default_group``, in an eager
-            session the session's.
+            ``"return.0"``, ... for one of several. Pass a `Requirement` instead of a name to set
+            its ``align`` and ``signal_pad``.
+        group: Name of the schema argument that has the process group: its name (``str``), a
+            ``ProcessGroup``, or an object that holds one. None: ``group_name``, or the only
+            argument with such a name. An op without such an argument runs over the default group:
+            the ``default_group`` of `symmplan.backend` or `symmplan.plan`, the group of an eager
+            session, or else the world.
         align: Alignment in bytes of the placements, a power of two.
         signal_pad: Whether the op uses the signal pad of the segments that hold these tensors.
         handshake: Whether the op touches no symmetric byte, not even of its own rank, before every
@@ -229,7 +229,7 @@ def _default_first(name: str) -> bool:
 
 
 def unregister(op: OpRef) -> bool:
-    """Forget what a user declared for an op; says whether there was anything.
+    """Remove a user's declaration of an op. Returns whether there was one.
 
     Collective: no.
 

@@ -59,11 +59,11 @@ class Choice:
             ``"copy engine"``, ``"push"``, ``"two-level"`` or ``"pipelined"``.
         copied_in: Whether its inputs must be copied into placements.
         copied_out: Whether its results must be copied out of them.
-        beside: Floating-point operations of the matrix products that a graph runs beside it, the
-            next power of two; 0 if it has none there or if they are not known.
-        concurrent: The collective of another group beside which it was measured, and that
-            collective's algorithm; empty if there is none. The seconds last until both have ended.
-        ruled: Why its algorithm follows a rule; empty if it was measured.
+        beside: Floating-point operations of the matrix products that overlap with it, as the next
+            power of two; 0 if there are none or if they are not known.
+        concurrent: The collective of another group that ran during the measurement, and its
+            algorithm; empty if there is none. The seconds last until both have ended.
+        ruled: Why a rule decided its algorithm; empty if it was measured.
     """
 
     op: str

@@ -54,24 +54,24 @@ class Stats:
         unshared_bytes: Bytes that one buffer per tensor would take.
         iterations: Iterations of a session that ended, or runs of graphs that have a plan.
         recorded: Calls that ran before there was a plan.
-        served: Calls that ran in placements since then.
+        served: Later calls that ran in placements.
         reused: Gathers of FSDP2 in backward that were not needed, because ``unsharded_modules=``
             kept their modules unsharded after forward.
-        plain: Calls that ran in torch's own way since then.
+        plain: Later calls that ran in ordinary memory.
         copies: Copies into and out of placements. For FSDP2: how often a collective, or a graph in
-            its segments, was staged or moved other tensors of this rank aside because the bytes
-            were still in use.
+            its segments, was staged or had to copy other tensors of this rank elsewhere, because
+            the bytes were still in use.
         divergences: How often a program left the order of its plan, and went on.
         replans: How often a program was planned again, because it did something new or a size
             outgrew its plan.
-        kept: Inputs of graphs that now lie in symmetric memory from run to run (``bind=True``).
-        missed: How often such an input was not in its placement and had to be copied there.
+        kept: Pinned inputs of graphs (``bind=True``).
+        missed: How often a pinned input was not in its placement and had to be copied there.
         crossing_bytes: Bytes that stay in their placements from a forward to its backward.
-        evacuated: How often such a tensor was copied nevertheless; see `CompileBackend.evacuated`.
+        evacuated: How often such a tensor had to be copied; see `CompileBackend.evacuated`.
         reasons: Why calls were plain or copied, and how often, most frequent first.
         flat: FSDP modules whose gathers are flat, so that FSDP2 copies parameters out, and why.
-        disengaged: Collectives that ran otherwise than planned when that was last checked, and why;
-            see `Checked`.
+        disengaged: Collectives that did not run as planned in the last check, and why; see
+            `Checked`.
         copied: Tensors that a session copies in every iteration, with the reason and the line that
             would avoid the copy.
     """
@@ -108,8 +108,8 @@ class Stats:
     def metrics(self) -> dict[str, int]:
         """The counters by name, ``{"symmplan/served": 36, ...}``, for a logger of numbers.
 
-        The names are always the same. Lists (``reasons``, ``flat``, ``disengaged``, ``copied``) are
-        given by their lengths, sizes in bytes.
+        The names are always the same. For lists (``reasons``, ``flat``, ``disengaged``,
+        ``copied``) the value is the length. Sizes are in bytes.
         """
         counted = asdict(self, recurse=False).items()
         return {

@@ -77,17 +77,17 @@ class Links:
     """A machine's links, as one rank sees them, and how fast it computes.
 
     Attributes:
-        within: Bytes a second that a rank sends to others of its domain in symmetric memory.
-        ordinary: The same in torch's own way.
-        between: Bytes a second that a rank sends to other domains while all of its domain do.
+        within: Bytes per second that a rank sends to its domain in symmetric memory.
+        ordinary: Bytes per second that a rank sends to its domain in ordinary collectives.
+        between: Bytes per second that a rank sends to other domains, while its whole domain sends.
         within_latency: Seconds of a step within a domain.
         between_latency: Seconds of a step between domains.
-        start: Seconds that any collective takes besides.
-        rails: Whether torch's own way crosses on all ranks of a domain at a time, as NCCL does with
-            a network card for each device; else on one, as gloo does.
-        flops: Floating-point operations of matrix products a second; 0 if nothing computes.
-        name: Of the machine.
-        source: Where the numbers are from.
+        start: Additional seconds of each collective.
+        rails: Whether all ranks of a domain send to other domains at the same time in ordinary
+            collectives, as with NCCL and a network card for each device; else one, as with gloo.
+        flops: Floating-point operations of matrix products per second; 0 if nothing computes.
+        name: Name of the machine.
+        source: Where the numbers come from.
 
     Examples:
         >>> links = PRESETS["dgx-h100"]
@@ -108,13 +108,13 @@ class Links:
     source: str = ""
 
     def seconds(self, op: str, nbytes: int, span: Span, algorithm: AlgorithmName) -> float:
-        """What a collective takes; see [Note: predicted times].
+        """Predicted seconds of a collective; see [Note: predicted times].
 
         Args:
-            op: As `symmplan.simulation.report.Collective` calls it.
+            op: Its name in `symmplan.simulation.report.Collective`.
             nbytes: Bytes of its largest tensor on one rank.
-            span: How its group lies on the machine.
-            algorithm: How it runs.
+            span: Ranks and domains of its group.
+            algorithm: Its algorithm.
         """
         n, kind = span.ranks, _collective(op)
         if n == 1 or not nbytes:

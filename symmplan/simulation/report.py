@@ -26,18 +26,18 @@ __all__ = ["Answer", "Collective", "Ordinary", "SimulationReport"]
 
 @frozen
 class Collective:
-    """Collectives of one kind that the program made.
+    """The program's collectives of one kind.
 
     Attributes:
         op: Name of the op; ``"all_gather"`` and ``"reduce_scatter"`` are FSDP2's,
             ``"all_to_all"`` is of experts.
         count: How often it ran.
-        nbytes: Bytes of the largest tensor of one, on this rank.
+        nbytes: Bytes of the largest tensor of one collective, on this rank.
         group: Name of the process group.
-        ranks: How many ranks that has.
-        algorithm: How it runs once it is planned.
-        seconds: ``{algorithm: predicted seconds of one}``, of its own and of others that it may
-            have; empty without links.
+        ranks: Number of ranks of the group.
+        algorithm: Its algorithm in the plan.
+        seconds: ``{algorithm: predicted seconds of one collective}``, for all algorithms that it
+            may have; empty without links.
     """
 
     op: str
@@ -110,21 +110,21 @@ def _costs(plan: Plan) -> list[Answer]:
 
 @frozen(repr=False)
 class SimulationReport:
-    """What one rank of a simulated world needs; made by `symmplan.simulate`.
+    """The needs of one rank of a simulated world; `symmplan.simulate` returns it.
 
     Attributes:
-        ranks: How many ranks the world has.
-        rank: Which one it is.
-        memory: The memory backend for which was planned.
-        plans: The plans that the program's integrations made, as the rank would hold them.
-        peak_bytes: Bytes of symmetric memory that the rank holds. Those of sessions and experts
+        ranks: Number of ranks of the world.
+        rank: The simulated rank.
+        memory: The memory backend of the plans.
+        plans: The plans that the rank would have.
+        peak_bytes: Bytes of symmetric memory that the rank holds. Bytes of sessions and experts
             count even after these have ended.
         lower_bound_bytes: Proven minimum of the plans' segments, in bytes.
         ordinary_bytes: Bytes of ordinary memory, without the tensors in placements.
-        device_bytes_without: Peak of what the rank would have without symmplan, counted as
+        device_bytes_without: Peak of the rank's device memory without symmplan, counted like
             `device_bytes`.
-        collectives: What ran, by op, size, group and algorithm.
-        times: What the program takes on a machine, as predicted; None without links.
+        collectives: The program's collectives, by op, size, group and algorithm.
+        times: Predicted times on a machine; None without links.
     """
 
     ranks: int
@@ -151,11 +151,11 @@ class SimulationReport:
         return self.peak_bytes + self.ordinary_bytes.total
 
     def to_json(self) -> str:
-        """All of it as JSON; the plans by their facts and fingerprints."""
+        """The report as JSON, with the facts and fingerprints of the plans."""
         return json.dumps(self.facts(), indent=2)
 
     def facts(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """The report as plain data."""
         return {
             "ranks": self.ranks,
             "rank": self.rank,
@@ -171,7 +171,7 @@ class SimulationReport:
         }
 
     def advice(self, capacity: int | str | None = None) -> tuple[Answer, ...]:
-        """What fits, what sets the peak, what a budget costs, and what would save bytes.
+        """What fits, what determines the peak, what a budget costs, and what would save bytes.
 
         Args:
             capacity: Memory of a device, in bytes or as text such as ``"80GB"``; None to leave out
@@ -187,7 +187,7 @@ class SimulationReport:
             that size to confirm it.
 
         Raises:
-            PlanningError: ``capacity`` is no number of bytes.
+            PlanningError: ``capacity`` is not a number of bytes.
         """
         there = bytes_of(capacity)
         found: list[Answer] = []

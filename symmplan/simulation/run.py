@@ -61,42 +61,42 @@ def simulate(
 ) -> SimulationReport:
     """Plan what a program needs as one rank of a simulated world.
 
-    ``program`` is a training script as it is: it makes meshes of all ranks, builds and shards its
-    model, calls `symmplan.fsdp.apply` or ``torch.compile(backend="symmplan")``, and runs a step or
-    several. It is called in a world of process groups without peers, whose default group exists
-    already, on fake tensors: nothing is computed, and no device is needed. Its plans have the
-    offsets and fingerprints that they would have on that rank. Where this torch has no CUDA, the
-    program names ``"cpu"`` for its meshes and tensors; that changes nothing in the plan.
+    ``program`` is an unchanged training script. It creates meshes of all ranks, builds and shards
+    its model, calls `symmplan.fsdp.apply` or ``torch.compile(backend="symmplan")``, and runs one or
+    more steps. It runs on fake tensors, in process groups without peers; the default group already
+    exists. Nothing is computed, and no device is needed. The plans have the same offsets and
+    fingerprints as on a real rank. If this torch has no CUDA, the program must use ``"cpu"`` for
+    its meshes and tensors, which does not change the plan.
 
     Args:
-        program: Called once, without arguments.
-        ranks: How many ranks the world has.
-        rank: Which of them the program is.
-        memory: The memory backend for which is planned, whatever the program asks for: its
-            alignments, algorithms and rules. ``"nccl"``, ``"cuda"``, ``"nvshmem"`` or ``"shm"``.
-        ranks_per_host: How many ranks are on each host, one behind the other: then collectives run
-            as a group on several hosts lets them. None for one host.
-        ranks_per_domain: How many ranks NVLink joins, those of whole hosts. None if it joins no
+        program: A function without arguments, called once.
+        ranks: Number of ranks of the world.
+        rank: The rank to plan for.
+        memory: The memory backend to plan for, with its alignments, algorithms and rules; the
+            program's own choice is ignored. ``"nccl"``, ``"cuda"``, ``"nvshmem"`` or ``"shm"``.
+        ranks_per_host: Number of ranks on each host, with consecutive numbers. Collectives then run
+            as on several hosts. None for one host.
+        ranks_per_domain: Number of ranks that NVLink joins, of whole hosts. None if it joins no
             hosts.
-        choices: A table of algorithms that were measured elsewhere, as ``symmplan bench comm -o``
-            writes it. What it has no row for follows rules: in shared memory all is symmetric; in a
-            device's, what is smaller than 1 MiB is ordinary, gathers run on copy engines where
-            there are some, FSDP2's reduce-scatters are pushes, and all else is ordinary.
+        choices: A tuning table, which ``symmplan bench comm -o`` writes. Without a row for a
+            collective, rules choose. In shared memory every collective is symmetric. On devices
+            gathers of at least 1 MiB run on copy engines if there are any, FSDP2's reductions of
+            at least 1 MiB are pushes, and all other collectives are ordinary.
         links: The machine's links, for predicted times: a name in `symmplan.simulation.PRESETS`, a
-            file, or a `symmplan.simulation.Links`. Without them there are none.
-        progress: Called with a line of text now and then.
+            file, or a `symmplan.simulation.Links`. None for no predicted times.
+        progress: A function that is sometimes called with a line of text.
 
     Returns:
-        What was found.
+        A report of bytes, plans, collectives and times.
 
     Raises:
-        SimulationError: The program reads values of tensors, or uses a device that is not there;
+        SimulationError: The program reads values of tensors, or uses a device that does not exist;
             ``rank`` is out of range; the program needs arguments; a mesh does not have all ranks;
             or the process has process groups.
-        OptionError: ``ranks``, ``rank`` or how many are together is no whole number, a domain has
-            no whole number of hosts, or there are no such links or table.
+        OptionError: A number of ranks is not an integer, a domain is not a whole number of hosts,
+            or there are no such links or table.
         BackendError: There is no such memory backend.
-        MissingSeamError: This torch lacks what a simulation rests on.
+        MissingSeamError: This torch lacks a name that simulations need.
 
     Collective: no.
 

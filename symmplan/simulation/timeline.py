@@ -130,9 +130,9 @@ class Times:
     """Predicted times of a program on a machine.
 
     Attributes:
-        machine: Its links.
-        planned: As the plans let it run.
-        forced: ``{algorithm: the same if all collectives ran by it that may}``, of all that occur.
+        machine: Links of the machine.
+        planned: Times with the algorithms of the plans.
+        forced: ``{algorithm: times if all collectives that can use it do}``.
     """
 
     machine: Links

@@ -212,7 +212,7 @@ class CompileBackend:
 
         Raises:
             BackendError: There are options of ``torch.compile``, or a mode that Inductor has not.
-            MissingSeamError: This torch lacks what a compiled graph's numbers rest on.
+            MissingSeamError: This torch lacks a name that compiled graphs need.
         """
         require("graphs")
         if options:

@@ -40,7 +40,7 @@ def load() -> None:
     """Define the ops, and make those of this torch traceable, once per process.
 
     Raises:
-        MissingSeamError: This torch lacks what a compiled graph's numbers rest on.
+        MissingSeamError: This torch lacks a name that compiled graphs need.
     """
     require("graphs")
     define_distributed_ops()

@@ -72,7 +72,7 @@ def eager(
             `Session.step`, raises it if the backend that was asked for by name serves no rank.
         AgreementError: Ranks were given different options. The first declared call, or
             `Session.step`, raises it on every rank.
-        MissingSeamError: This torch lacks what a session's numbers rest on.
+        MissingSeamError: This torch lacks a name that sessions need.
 
     Collective: no. Entering and leaving the session and `Session.step` are.
 

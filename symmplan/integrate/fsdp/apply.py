@@ -252,7 +252,7 @@ def apply(
         OptionError: ``memory``, ``choose``, ``timeout`` or ``unsharded_modules`` has a wrong value;
             its message names it.
         BackendError: ``memory`` serves no tensors on the model's devices.
-        MissingSeamError: This torch lacks what a planned step's numbers rest on.
+        MissingSeamError: This torch lacks a name that planned steps need.
         PlanningError: There is no such effort, or ``capacity`` is no number of bytes.
 
     Collective: no. The end of the recorded step is.

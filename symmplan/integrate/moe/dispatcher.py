@@ -54,8 +54,8 @@ __all__ = ["ExpertParallel"]
 class ExpertParallel:
     """Dispatch and combine over one group. Made by `symmplan.expert_parallel`; a context manager.
 
-    All ranks make the same calls in the same order, with rows of one shape and type. Where a peer
-    does not, in shared memory every rank raises a `RunError`.
+    All ranks must make the same calls in the same order, with rows of one shape and type. In shared
+    memory every rank raises a `RunError` if one rank does not.
     """
 
     def __init__(self, group: str, device: torch.device, options: Options, max_tokens: int) -> None:
@@ -109,7 +109,7 @@ class ExpertParallel:
 
     @property
     def max_tokens(self) -> int:
-        """Rows that a rank may get in one call before all ranks plan again."""
+        """The most rows that a rank may receive in one call without a new plan."""
         return self._slot.rows
 
     @property
@@ -137,25 +137,24 @@ class ExpertParallel:
     def routes(
         self, counts: torch.Tensor | Sequence[int], *, rows: int | None = None
     ) -> Routes | PaddedRoutes:
-        """Tell all ranks how many rows go where.
+        """Exchange how many rows each rank sends to each other rank.
 
-        It takes the place of the exchange of splits that such a program has before its first
-        ``all_to_all_single``. On a device the host waits for it, unless ``rows`` are given. Then
-        `dispatch` gives ``max_tokens`` rows and `combine` gives ``rows``, of which those behind
-        the rows that there are have zeros; so all shapes are known to the host, and with kernels
-        (see `symmplan.expert_parallel`) the calls can be captured in a CUDA graph. If a rank gets
-        more than ``max_tokens`` rows, nothing is written. Every rank raises when it next calls a
-        method, at the latest `check`.
+        This replaces the exchange of splits before an ``all_to_all_single``. On a device the host
+        waits for the result, unless ``rows`` is given. With ``rows``, `dispatch` returns
+        ``max_tokens`` rows and `combine` returns ``rows`` rows, padded with zeros. So the host
+        knows all shapes, and a CUDA graph can capture the calls if kernels move the rows (see
+        `symmplan.expert_parallel`). If a rank would then receive more than ``max_tokens`` rows,
+        nothing is written, and every rank raises in its next call of a method, such as `check`.
 
         Args:
             counts: How many rows this rank sends to each rank of the group, in their order.
-            rows: How many rows this rank has, up to ``max_tokens``: as many as ``counts`` come to,
-                or more. All ranks give some, or none does.
+            rows: How many rows this rank sends, or more, up to ``max_tokens``. Either all ranks
+                pass ``rows``, or none does.
 
         Raises:
             AgreementError: Ranks were given different options; raised on every rank.
-            BackendError: No rank can have the memory that was asked for by name.
-            OptionError: ``rows`` is no whole number up to ``max_tokens``.
+            BackendError: The memory backend that was asked for by name serves no rank.
+            OptionError: ``rows`` is not an integer up to ``max_tokens``.
             RunError: A rank's counts are negative, or not one for each rank; raised on every rank.
 
         Collective: yes.
@@ -216,13 +215,13 @@ class ExpertParallel:
 
         Args:
             rows: Sorted by rank: the first ``routes.sent[0]`` along dimension 0 are for rank 0.
-            routes: What `routes` gave.
-            async_op: Only start it, and give a `Pending`: what runs until its ``wait`` overlaps
-                with it, a shared expert say. Its backward overlaps with the backward of that.
+            routes: The result of `routes`.
+            async_op: Only start the exchange, and return a `Pending`. Work before its ``wait``
+                overlaps with the exchange, such as a shared expert; so do their backwards.
 
         Returns:
-            The rows that are for this rank, ``routes.received[r]`` of rank ``r``, in their order.
-            Its backward combines gradients.
+            The rows for this rank: ``routes.received[r]`` rows of each rank ``r``, sorted by rank.
+            The backward combines gradients.
 
         Raises:
             RunError: The rows are not those of the routes, or ranks make different calls.
@@ -251,15 +250,15 @@ class ExpertParallel:
     def combine(
         self, rows: torch.Tensor, routes: Routes | PaddedRoutes, *, async_op: bool = False
     ) -> torch.Tensor | Pending:
-        """Send rows back, in the order in which `dispatch` gave them.
+        """Send rows back to the ranks that dispatched them.
 
         Args:
-            rows: As `dispatch` gave them.
-            routes: The same.
+            rows: One for each row that `dispatch` returned, in the same order.
+            routes: The routes of that dispatch.
             async_op: As for `dispatch`.
 
         Returns:
-            The rows in the order in which this rank dispatched them. Its backward dispatches
+            The rows in the order in which this rank dispatched them. The backward dispatches
             gradients.
 
         Raises:
@@ -272,7 +271,7 @@ class ExpertParallel:
         return (pending if async_op else differentiable)(rows, self, routes.back)
 
     def exchange(self, rows: torch.Tensor, routes: Routes | PaddedRoutes) -> torch.Tensor:
-        """As `dispatch`; autograd does not follow it.
+        """Like `dispatch`, but without autograd.
 
         Collective: yes.
         """
@@ -322,7 +321,7 @@ class ExpertParallel:
 
     @own_work
     def end(self, exchange: RowExchange) -> None:
-        """Let the current stream wait for what `start` gave; again if it has ended.
+        """Let the current stream wait for the result of `start`; may be called again.
 
         Collective: yes, the first time.
         """
@@ -345,13 +344,13 @@ class ExpertParallel:
         exchange.rows = exchange.result = None
 
     def check(self) -> None:
-        """Wait for the device, and raise what is wrong with calls that only it knows.
+        """Wait for the device, and raise errors of calls that only the device knows.
 
-        It is for programs that replay CUDA graphs; others hear of it from their next call.
+        Programs that replay CUDA graphs need this. In other programs the next call raises them.
 
         Raises:
-            RunError: A rank got more than ``max_tokens`` rows, or its counts were wrong.
-            PeerTimeoutError: A rank did not come.
+            RunError: A rank received more than ``max_tokens`` rows, or its counts were wrong.
+            PeerTimeoutError: A rank did not arrive.
 
         Collective: no.
         """
@@ -439,9 +438,9 @@ class ExpertParallel:
             raise found.with_traceback(None)
 
     def release(self) -> None:
-        """Give the segment back. Idempotent.
+        """Release the segment. Idempotent.
 
-        Collective: no; but peers that still exchange rows would wait in vain.
+        Collective: no. But peers that still exchange rows would time out.
         """
         if not self._released and not self._group.forked and self._executor.serves:
             self._slot.let_go()

@@ -32,26 +32,25 @@ def expert_parallel(
     Args:
         group: Torch's process group of the ranks that share the experts; the default one if None.
         memory: Name of a memory backend.
-        max_tokens: Rows that a rank gets in one call at most, equal on all ranks: with a capacity
-            factor, ``int(factor * rows_that_a_rank_sends)``. If a call has more, on any rank, all
-            ranks plan again for more, a warning of the logger ``symmplan`` says so, and
-            ``stats.replans`` counts it. With ``routes(..., rows=...)``, of which the host knows
-            nothing, it is an error.
-        choose: How rows move. ``"ordinary"``: by torch's ``all_to_all_single``; ``"symmetric"``: by
-            kernels that write into the peers' memory, on devices where there is Triton; ``"push"``,
-            and all other names of algorithms, and ``"symmetric"`` without such kernels: copied into
-            the peers' memory; ``"measure"``: whichever is fastest at the worst case, on all ranks
-            alike, but by kernels where the host does not know the routes; ``"auto"``: measured on
-            devices and over several hosts, else ``"symmetric"``.
+        max_tokens: The most rows that a rank receives in one call, equal on all ranks. With a
+            capacity factor: ``int(factor * rows_that_a_rank_sends)``. If a rank receives more, all
+            ranks plan again, the logger ``symmplan`` warns, and ``stats.replans`` counts it. With
+            ``routes(..., rows=...)`` this is an error, because the host does not know the counts.
+        choose: How rows move. ``"ordinary"``: by torch's ``all_to_all_single``. ``"symmetric"``: by
+            kernels that write into the peers' memory, on devices with Triton. ``"push"``: by copies
+            into the peers' memory; so do all other algorithms, and ``"symmetric"`` without Triton.
+            ``"measure"``: by the fastest in the worst case, on all ranks, or by kernels if the host
+            does not know the routes. ``"auto"``: measured on devices and over several hosts, else
+            ``"symmetric"``.
         device: Where rows lie; the current CUDA device if the group has NCCL, else the CPU.
         timeout: Seconds that ranks wait for each other before they raise.
 
     Raises:
-        OptionError: ``max_tokens`` is no positive whole number, ``timeout`` is no number of
+        OptionError: ``max_tokens`` is not a positive integer, ``timeout`` is not a number of
             seconds, or there is no such memory backend, algorithm or device.
         CaptureError: There is no process group.
         BackendError: ``memory`` serves no tensors on the device.
-        MissingSeamError: This torch lacks what its numbers rest on.
+        MissingSeamError: This torch lacks a name that the dispatch needs.
 
     Collective: no; `ExpertParallel`'s methods are.
 

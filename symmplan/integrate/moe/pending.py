@@ -22,9 +22,9 @@ __all__ = ["Pending", "differentiable", "pending"]
 
 
 class Pending:
-    """Rows that are on their way: what ``dispatch`` and ``combine`` give with ``async_op=True``.
+    """An exchange that was started: ``dispatch`` and ``combine`` return it with ``async_op=True``.
 
-    Their memory, that of the rows which were given included, must be left alone until `wait`.
+    Do not write the rows that were passed, and do not read the result, before `wait`.
     """
 
     def __init__(self, result: torch.Tensor, via: Any, exchange: RowExchange) -> None:
@@ -36,15 +36,15 @@ class Pending:
         return f"<rows {tuple(self._result.shape)} {state}>"
 
     def wait(self) -> torch.Tensor:
-        """The rows. On a device the current stream waits for them, and the host does not.
+        """Wait for the rows and return them. On a device the current stream waits, not the host.
 
-        As with torch's ``Work``, what is queued behind it finds the rows. May be called again.
+        As with torch's ``Work``, later work of the stream sees the rows. May be called again.
 
         Raises:
-            As the call that gave it.
+            The errors of the call that started the exchange.
 
-        Collective: yes, the first time, as is its backward; unless a later exchange has been
-        started, which ends this one first.
+        Collective: yes, the first time, and so is its backward. If a later exchange was started,
+        that one has already ended this one.
         """
         if not self._waited:
             self._waited = True
