@@ -73,7 +73,7 @@ class CatalogueRow:
         group: The argument that carries the group.
         pads: The words of ``where`` whose segment's signal pad the op uses.
         enters: As in `Requirement`, and so is ``releases``; for all of ``where``.
-        out: Name of the out-variant, in the same namespace.
+        out: Whether it has a variant that writes its results, ``<op>_out``.
         note: For people.
     """
 
@@ -88,7 +88,7 @@ class CatalogueRow:
     enters: bool = False
     releases: bool = False
     asynchronous: bool = False
-    out: str | None = None
+    out: bool = False
     note: str = ""
 
     @property
@@ -104,7 +104,7 @@ class CatalogueRow:
     @property
     def out_name(self) -> str | None:
         """The out-variant's qualified name."""
-        return None if self.out is None else f"{self.namespace}::{self.out}"
+        return f"{self.op}_out" if self.out else None
 
 
 def _collective(
@@ -193,14 +193,14 @@ _A2A, _BC, _R = "all-to-all", "broadcast", "reduce"
 
 #: Torch's own collectives.
 COLLECTIVES: tuple[CatalogueRow, ...] = (
-    _functional("all_gather_into_tensor", _AG, "input return", out="all_gather_into_tensor_out"),
+    _functional("all_gather_into_tensor", _AG, "input return", out=True),
     _functional("all_gather_into_tensor_out", _AG, "input out"),
     _functional("all_gather_into_tensor_coalesced", _AG, "inputs return", note=_NO_OUT),
     _functional("all_reduce", _AR, "input return", note=_CLONES),
     _functional("all_reduce_", _AR, "input"),
     _functional("all_reduce_coalesced", _AR, "inputs return", note=_CLONES),
     _functional("all_reduce_coalesced_", _AR, "inputs"),
-    _functional("reduce_scatter_tensor", _RS, "input return", out="reduce_scatter_tensor_out"),
+    _functional("reduce_scatter_tensor", _RS, "input return", out=True),
     _functional("reduce_scatter_tensor_out", _RS, "input out"),
     _functional("reduce_scatter_tensor_coalesced", _RS, "inputs return", note=_NO_OUT),
     _functional(
@@ -235,66 +235,41 @@ COLLECTIVES: tuple[CatalogueRow, ...] = (
 )
 
 _MULTICAST = "needs NVLink multicast"
+_UNORDERED = f"{_MULTICAST}; sums in no fixed order"
+_POOL = f"{_MULTICAST}; takes its result from torch's own symmetric pool"
+_TO_ALL = f"{_MULTICAST}; writes all peers at once, synchronizes with none"
+_FILLS = "fills symm_buffer before the ranks meet"
+_ANY_OUT, _ANY_OUTPUT = "out may be ordinary memory", "output may be ordinary memory"
+_OWN_SYNCS = "NVSHMEM; its own syncs are not relied on"
 _CONTRACT = "OpenSHMEM contract: callers synchronize"
 _SPLITS = "writes peers' splits before its first barrier"
 _FALLBACK = "an ordinary input goes through a workspace of its own; the result is ordinary memory"
 
 #: Ops of ``torch.ops.symm_mem``.
 SYMM_MEM: tuple[CatalogueRow, ...] = (
-    _kernel("one_shot_all_reduce", _AR, "input", out="one_shot_all_reduce_out"),
-    _kernel("one_shot_all_reduce_out", _AR, "input", note="out may be ordinary memory"),
-    _kernel(
-        "one_shot_all_reduce_copy",
-        _AR,
-        "symm_buffer",
-        handshake=False,
-        out="one_shot_all_reduce_copy_out",
-        note="fills symm_buffer before the ranks meet",
-    ),
+    _kernel("one_shot_all_reduce", _AR, "input", out=True),
+    _kernel("one_shot_all_reduce_out", _AR, "input", note=_ANY_OUT),
+    _kernel("one_shot_all_reduce_copy", _AR, "symm_buffer", handshake=False, out=True, note=_FILLS),
     _kernel(
         "one_shot_all_reduce_copy_out",
         _AR,
         "symm_buffer",
         handshake=False,
-        note="fills symm_buffer before the ranks meet; out may be ordinary memory",
+        note=f"{_FILLS}; {_ANY_OUT}",
     ),
     _kernel("two_shot_all_reduce_", _AR, "input"),
-    _kernel(
-        "two_shot_all_reduce_out",
-        _AR,
-        "input",
-        note="overwrites input; output may be ordinary memory",
-    ),
-    _kernel("reduce_scatter_out", _RS, "input", note="output may be ordinary memory"),
+    _kernel("two_shot_all_reduce_out", _AR, "input", note=f"overwrites input; {_ANY_OUTPUT}"),
+    _kernel("reduce_scatter_out", _RS, "input", note=_ANY_OUTPUT),
     _kernel("multimem_all_reduce_", _AR, "input", note=_MULTICAST),
-    _kernel(
-        "multimem_one_shot_all_reduce",
-        _AR,
-        "input",
-        out="multimem_one_shot_all_reduce_out",
-        note=f"{_MULTICAST}; sums in no fixed order",
-    ),
-    _kernel(
-        "multimem_one_shot_all_reduce_out",
-        _AR,
-        "input",
-        note=f"{_MULTICAST}; sums in no fixed order",
-    ),
-    _kernel(
-        "multimem_one_shot_reduce_out", _R, "input", note=f"{_MULTICAST}; sums in no fixed order"
-    ),
+    _kernel("multimem_one_shot_all_reduce", _AR, "input", out=True, note=_UNORDERED),
+    _kernel("multimem_one_shot_all_reduce_out", _AR, "input", note=_UNORDERED),
+    _kernel("multimem_one_shot_reduce_out", _R, "input", note=_UNORDERED),
     _kernel(
         "multimem_all_gather_out", _AG, "out", note=f"{_MULTICAST}; input may be ordinary memory"
     ),
     _kernel("_low_contention_all_gather", _AG, "tensor", asynchronous=True, note=_FALLBACK),
     _kernel("_low_contention_reduce_scatter", _RS, "tensor", asynchronous=True, note=_FALLBACK),
-    _kernel(
-        "_low_contention_all_gather_ce_multicast",
-        _AG,
-        "return",
-        out="_low_contention_all_gather_ce_multicast_out",
-        note=f"{_MULTICAST}; takes its result from torch's own symmetric pool",
-    ),
+    _kernel("_low_contention_all_gather_ce_multicast", _AG, "return", out=True, note=_POOL),
     _kernel("_low_contention_all_gather_ce_multicast_out", _AG, "out", note=_MULTICAST),
     _fused("fused_all_gather_matmul", _AG, "reads A in place only with native async TP on"),
     _fused("fused_all_gather_scaled_matmul", _AG, "takes ordinary tensors"),
@@ -302,12 +277,7 @@ SYMM_MEM: tuple[CatalogueRow, ...] = (
     _fused("fused_scaled_matmul_reduce_scatter", _RS, "takes ordinary tensors"),
     _nccl("nccl_reduce_scatter_offset", _RS),
     _nccl("nccl_all_to_all_nd", _A2A),
-    _one_sided(
-        "memcpy_to_multicast_",
-        _BC,
-        "symm_mem_out",
-        note=f"{_MULTICAST}; writes all peers at once, synchronizes with none",
-    ),
+    _one_sided("memcpy_to_multicast_", _BC, "symm_mem_out", note=_TO_ALL),
     _one_sided("nvshmem_broadcast", _BC, "input", note=_CONTRACT),
     _one_sided("nvshmem_all_to_all", _A2A, "input out", note=_CONTRACT),
     _one_sided(
@@ -324,15 +294,8 @@ SYMM_MEM: tuple[CatalogueRow, ...] = (
         "input out in_splits_offsets out_splits_offsets",
         note=_SPLITS,
     ),
-    _one_sided(
-        "tile_reduce", _R, "in_tile out_tile", note="NVSHMEM; its own syncs are not relied on"
-    ),
-    _one_sided(
-        "multi_root_tile_reduce",
-        _R,
-        "in_tiles out_tile",
-        note="NVSHMEM; its own syncs are not relied on",
-    ),
+    _one_sided("tile_reduce", _R, "in_tile out_tile", note=_OWN_SYNCS),
+    _one_sided("multi_root_tile_reduce", _R, "in_tiles out_tile", note=_OWN_SYNCS),
 )
 
 #: Namespaces whose every op is either catalogued or listed here.

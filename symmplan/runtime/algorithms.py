@@ -76,91 +76,73 @@ _COPIED = "it is copied into the result's placement, where the op then works in 
 
 _F = "_c10d_functional::"
 
-# One-sided collectives over shared memory: synchronous, handshake on entry, release on exit.
-_ONE_SIDED: Mapping[str, Lowering] = {
-    f"{_F}all_gather_into_tensor.default": Lowering(
-        "symmplan::all_gather_out", ("return",), why_not=_PUSHES
-    ),
-    f"{_F}all_gather_into_tensor_out.default": Lowering(
-        "symmplan::all_gather_out", ("out",), out="out", why_not=_PUSHES
-    ),
-    f"{_F}all_gather_into_tensor_coalesced.default": Lowering(
-        "symmplan::all_gather_out", ("return",), each=True, why_not=_PUSHES
-    ),
-    f"{_F}reduce_scatter_tensor.default": Lowering(
-        "symmplan::reduce_scatter_out", ("input",), why_not=_PULLS
-    ),
-    f"{_F}reduce_scatter_tensor_out.default": Lowering(
-        "symmplan::reduce_scatter_out", ("input",), out="out", why_not=_PULLS
-    ),
-    f"{_F}reduce_scatter_tensor_coalesced.default": Lowering(
-        "symmplan::reduce_scatter_out", ("inputs",), each=True, why_not=_PULLS
-    ),
-    f"{_F}all_reduce.default": Lowering(
-        "symmplan::all_reduce_out", ("input", "return")
-    ),
-    f"{_F}all_reduce_.default": Lowering(
-        "symmplan::all_reduce_out", ("input",), out="input"
-    ),
-    f"{_F}all_reduce_coalesced.default": Lowering(
-        "symmplan::all_reduce_out", ("inputs", "return"), each=True
-    ),
-    f"{_F}all_reduce_coalesced_.default": Lowering(
-        "symmplan::all_reduce_out", ("inputs",), out="input", each=True
-    ),
-    f"{_F}all_to_all_single.default": Lowering(
-        "symmplan::all_to_all_single_out", ("return",), why_not=_PUSHES
-    ),
-    "symmplan::shift.default": Lowering(
-        "symmplan::shift_out", ("return",), why_not=_PUSHES
-    ),
-    f"{_F}broadcast.default": Lowering(
-        "symmplan::broadcast_out", ("return",), why_not=_PUSHES
-    ),
-    f"{_F}broadcast_.default": Lowering(
-        "symmplan::broadcast_out", ("input",), out="input"
-    ),
-}  # fmt: skip
-_SHM: Mapping[str, Lowering] = {op: evolve(row, one_sided=True) for op, row in _ONE_SIDED.items()}
 
-# The process group's own collectives, in the forms that write into given tensors.
+def _functional(**rows: Lowering) -> dict[str, Lowering]:
+    """Rows of functional collectives, by their qualified names."""
+    return {f"{_F}{name}.default": row for name, row in rows.items()}
+
+
+def _own(target: str, needs: str, **more: Any) -> Lowering:
+    """A one-sided collective over shared memory; ``needs`` are words."""
+    return Lowering(f"symmplan::{target}", tuple(needs.split()), one_sided=True, **more)
+
+
+def _group(target: str, needs: str, **more: Any) -> Lowering:
+    """The process group's own collective, in a form that writes into given tensors."""
+    return Lowering(f"{_F}{target}", tuple(needs.split()), **more)
+
+
+# Synchronous, handshake on entry, release on exit.
+_SHM: Mapping[str, Lowering] = {
+    **_functional(
+        all_gather_into_tensor=_own("all_gather_out", "return", why_not=_PUSHES),
+        all_gather_into_tensor_out=_own("all_gather_out", "out", out="out", why_not=_PUSHES),
+        all_gather_into_tensor_coalesced=_own(
+            "all_gather_out", "return", each=True, why_not=_PUSHES
+        ),
+        reduce_scatter_tensor=_own("reduce_scatter_out", "input", why_not=_PULLS),
+        reduce_scatter_tensor_out=_own("reduce_scatter_out", "input", out="out", why_not=_PULLS),
+        reduce_scatter_tensor_coalesced=_own(
+            "reduce_scatter_out", "inputs", each=True, why_not=_PULLS
+        ),
+        all_reduce=_own("all_reduce_out", "input return"),
+        all_reduce_=_own("all_reduce_out", "input", out="input"),
+        all_reduce_coalesced=_own("all_reduce_out", "inputs return", each=True),
+        all_reduce_coalesced_=_own("all_reduce_out", "inputs", out="input", each=True),
+        all_to_all_single=_own("all_to_all_single_out", "return", why_not=_PUSHES),
+        broadcast=_own("broadcast_out", "return", why_not=_PUSHES),
+        broadcast_=_own("broadcast_out", "input", out="input"),
+    ),
+    "symmplan::shift.default": _own("shift_out", "return", why_not=_PUSHES),
+}
+
+_GATHER = "all_gather_into_tensor_out"
+_SCATTER = "reduce_scatter_tensor_out"
+
 _C10D: Mapping[str, Lowering] = {
-    f"{_F}all_gather_into_tensor.default": Lowering(
-        f"{_F}all_gather_into_tensor_out", ("input", "return"), engine="gather"
-    ),
-    f"{_F}all_gather_into_tensor_out.default": Lowering(
-        f"{_F}all_gather_into_tensor_out", ("input", "out"), out="out", engine="gather"
-    ),
-    f"{_F}all_gather_into_tensor_coalesced.default": Lowering(
-        f"{_F}all_gather_into_tensor_out", ("inputs", "return"), each=True, engine="gather"
-    ),
-    f"{_F}reduce_scatter_tensor.default": Lowering(
-        f"{_F}reduce_scatter_tensor_out", ("input", "return")
-    ),
-    f"{_F}reduce_scatter_tensor_out.default": Lowering(
-        f"{_F}reduce_scatter_tensor_out", ("input", "out"), out="out"
-    ),
-    f"{_F}reduce_scatter_tensor_coalesced.default": Lowering(
-        f"{_F}reduce_scatter_tensor_out", ("inputs", "return"), each=True
-    ),
-    f"{_F}all_reduce.default": Lowering(
-        f"{_F}all_reduce_", ("return",), inplace=True, why_not=_COPIED
-    ),
-    f"{_F}all_reduce_.default": Lowering(f"{_F}all_reduce_", ("input",), out="input"),
-    f"{_F}all_reduce_coalesced.default": Lowering(
-        f"{_F}all_reduce_", ("return",), inplace=True, each=True, why_not=_COPIED
-    ),
-    f"{_F}all_to_all_single.default": Lowering(
-        "symmplan::all_to_all_single_into", ("input", "return"), equal=True,
-        engine="exchange",
+    **_functional(
+        all_gather_into_tensor=_group(_GATHER, "input return", engine="gather"),
+        all_gather_into_tensor_out=_group(_GATHER, "input out", out="out", engine="gather"),
+        all_gather_into_tensor_coalesced=_group(
+            _GATHER, "inputs return", each=True, engine="gather"
+        ),
+        reduce_scatter_tensor=_group(_SCATTER, "input return"),
+        reduce_scatter_tensor_out=_group(_SCATTER, "input out", out="out"),
+        reduce_scatter_tensor_coalesced=_group(_SCATTER, "inputs return", each=True),
+        all_reduce=_group("all_reduce_", "return", inplace=True, why_not=_COPIED),
+        all_reduce_=_group("all_reduce_", "input", out="input"),
+        all_reduce_coalesced=_group(
+            "all_reduce_", "return", inplace=True, each=True, why_not=_COPIED
+        ),
+        all_to_all_single=Lowering(
+            "symmplan::all_to_all_single_into", ("input", "return"), equal=True, engine="exchange"
+        ),
+        broadcast=_group("broadcast_", "return", inplace=True, why_not=_COPIED),
+        broadcast_=_group("broadcast_", "input", out="input"),
     ),
     # Its input is read by a copy engine until the wait.
     "symmplan::shift.default": Lowering("symmplan::shift_out", ("input", "return")),
-    f"{_F}broadcast.default": Lowering(
-        f"{_F}broadcast_", ("return",), inplace=True, why_not=_COPIED
-    ),
-    f"{_F}broadcast_.default": Lowering(f"{_F}broadcast_", ("input",), out="input"),
-}  # fmt: skip
+}
 
 _UNEQUAL = "its parts are not all of one size, and only such can be written where they are told"
 #: Why an op is ordinary that has no form in two levels.
