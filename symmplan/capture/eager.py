@@ -3,6 +3,14 @@
 The iteration is written down as an FX graph while it runs: a node for each op, a placeholder for
 each tensor that came from elsewhere, an output for each storage that outlives the iteration. The
 graph then goes the way of all graphs through `capture_fx`, see `symmplan.capture.eager_problem`.
+
+[Note: threads of a program]
+    A session records and serves the thread that entered it, and the threads in which autograd runs
+    that thread's backward: torch carries a mark of the thread over to them. Calls of other threads
+    run in torch's own way, in every iteration. The collective of a checkpoint or a metric comes
+    when its thread makes it, so ranks could not agree on an order. If such a thread is the last to
+    drop a tensor, the tensor counts as one that leaves the iteration, because the moment of the
+    drop differs from iteration to iteration.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ from symmplan.capture.c10d import Functional, functional_form, reader_of
 from symmplan.capture.module_names import name_modules, parameter_owners
 from symmplan.capture.signatures import signature, stand_in
 from symmplan.capture.streams import MAIN, Timeline
-from symmplan.torch_private import dispatch, works
+from symmplan.torch_private import dispatch, threads, works
 from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
@@ -34,10 +42,23 @@ if TYPE_CHECKING:
     from symmplan.capture.streams import CudaStreams
     from symmplan.model import OpSpec
 
-__all__ = ["Recorded", "Recorder", "Storage", "opaque"]
+__all__ = ["Recorded", "Recorder", "Storage", "opaque", "threads_of_program"]
 
 #: So many frames of a call are remembered.
 _DEEPEST = 8
+#: Of the marks that threads of a program have.
+_PROGRAM = "symmplan program"
+
+
+def threads_of_program() -> Callable[[], bool]:
+    """Begin a program in this thread; those of autograd that work for it are of the program, too.
+
+    Returns:
+        Whether the thread that asks is one of them. Asked on every declared call.
+    """
+    mark = object()  # of this program; it holds nothing else
+    threads.mark_thread(_PROGRAM, mark)
+    return lambda: threads.thread_mark(_PROGRAM) is mark
 
 
 def opaque(*_args: Any) -> None:

@@ -99,6 +99,7 @@ class CompileBackend:
         """The counters of all graphs of this backend."""
         records, plans, kept = self._records, self._plans, self._kept
         how = [how for record in records for *_, how, _ in record.sites]
+        counts: dict[str, Any] = sum((record.counts for record in records), Counter())
         # Plans of one structure take turns in one set of segments.
         alike: dict[Any, list[Plan]] = {}
         for plan in plans:
@@ -110,12 +111,7 @@ class CompileBackend:
         return Stats(
             graphs=self._graphs,
             plans=len(plans),
-            replans=sum(record.replanned for record in records),
-            iterations=sum(record.runs for record in records),
-            served=sum(record.served for record in records),
-            plain=sum(record.plain for record in records),
             reasons=_reasons(records),
-            copies=sum(record.copies for record in records),
             rendezvous=self._pool.rendezvous,
             placed=sum(h is not None for h in how),
             staged=how.count("stage"),
@@ -123,7 +119,6 @@ class CompileBackend:
             kept=sum(p.lease.held for part in self._pool.pinned for p in part.places.values()),
             missed=self._pool.missed,
             unplanned=sum(len(p.unplanned) for p in plans),
-            crossing_bytes=sum(record.crossing_bytes for record in records),
             evacuated=sum(self._pool.copies.values()),
             barriers=sum(len(p.barriers) for p in self.plans),
             segment_bytes=sum(p.peak_bytes for p in kept)
@@ -132,6 +127,7 @@ class CompileBackend:
             + sum(max(p.lower_bound_bytes for p in same) for same in alike.values()),
             unshared_bytes=sum(p.unshared_bytes for p in kept) + sum(b.nbytes for b in buffers),
             disengaged=self._checked.missed,
+            **counts,
         )
 
     def check(self, step: Callable[[], Any]) -> Checked:
@@ -353,7 +349,7 @@ def _reasons(records: Sequence[Record]) -> tuple[tuple[str, int], ...]:
     found: Counter[str] = Counter()
     for record in records:
         if record.refused:
-            found[record.refused] += record.plain
+            found[record.refused] += record.counts["plain"]
     return tuple(found.most_common())
 
 

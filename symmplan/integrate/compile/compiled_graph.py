@@ -303,7 +303,8 @@ class CompiledGraph:
         buffers = {b.name: b for b in pinned(plan).buffers}
         for i, name in captured.saved.items():
             self.crossing[i] = (buffers[name], output.args[0][i].meta["val"])
-        self.record.crossing_bytes += sum(buffers[n].nbytes for n in {*captured.saved.values()})
+        nbytes = sum(buffers[name].nbytes for name in {*captured.saved.values()})
+        self.record.counts["crossing_bytes"] += nbytes
 
     def _plan(self, captured: Captured) -> tuple[Plan, bool]:
         """Plan one part, and whether with the parts before it, which have not run yet then."""

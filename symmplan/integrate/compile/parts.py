@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -156,7 +157,7 @@ class PlannedPart:
         if self._plain is None:
             assert self.plain is not None
             self._plain = self.plain()
-        self.record.plain += self.calls
+        self.record.counts["plain"] += self.calls
         return self._plain(args)
 
     @property
@@ -174,27 +175,17 @@ class Record:
         kept: Plans of inputs that lie in symmetric memory from run to run.
         sites: ``(operation, op, argument or result, how, reason)`` of every declared tensor.
         choices: The measured choices.
-        replanned: Whether a size outgrew an earlier plan.
         seconds: Symmplan's part of compiling it.
-        crossing_bytes: Bytes that stay in their placements between forward and backward.
-        runs: How often its parts ran.
-        served: How many declared calls ran in placements.
-        copies: How many copies they made into and out of placements.
-        plain: How many declared calls ran in torch's own way.
-        refused: Why they did; empty if there is no reason.
+        counts: What its parts did, by the names of `Stats`.
+        refused: Why calls ran in torch's own way; empty if there is no reason.
     """
 
     plans: dict[str, Plan] = field(init=False, factory=dict)
     kept: dict[str, Plan] = field(init=False, factory=dict)
     sites: list[tuple[str, str, str, str | None, str]] = field(init=False, factory=list)
     choices: list[Choice] = field(init=False, factory=list)
-    replanned: bool = field(init=False, default=False)
     seconds: float = field(init=False, default=0.0)
-    crossing_bytes: int = field(init=False, default=0)
-    runs: int = field(init=False, default=0)
-    served: int = field(init=False, default=0)
-    copies: int = field(init=False, default=0)
-    plain: int = field(init=False, default=0)
+    counts: Counter[str] = field(init=False, factory=Counter)
     refused: str = field(init=False, default="")
 
     @contextlib.contextmanager
@@ -214,9 +205,7 @@ class Record:
 
     def ran(self, part: PlannedPart) -> None:
         """Count a run."""
-        self.runs += 1
-        self.served += part.calls
-        self.copies += part.copies
+        self.counts.update(iterations=1, served=part.calls, copies=part.copies)
 
     def add(self, captured: Captured) -> None:
         """Remember the declared tensors of a part."""
@@ -354,7 +343,7 @@ def bound(module: fx.GraphModule, bounds: dict[Any, int], record: Record) -> Non
         before = bounds.get(key)
         bounds[key] = largest
         if before is not None and now > before:
-            record.replanned = True
+            record.counts["replans"] = 1
             LOG.warning(
                 "a size outgrew its plan: %s is %s, planned were up to %s; the graph is "
                 "compiled and planned again, on all ranks, for up to %s",
@@ -387,7 +376,7 @@ def counted(
     runs = itertools.count()
 
     def run(args: list[Any]) -> Any:
-        record.plain += calls
+        record.counts["plain"] += calls
         if next(runs) == 1:
             on_idle()
         return compiled(args)

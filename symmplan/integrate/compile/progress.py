@@ -55,6 +55,7 @@ from symmplan.planner import plan as plan_problem
 from symmplan.process import PROCESS
 from symmplan.report.log import LOG
 from symmplan.runtime.attempt import WANT
+from symmplan.torch_private.compilers import takes_a_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -217,8 +218,7 @@ class Progress:
             self.run(group for ref in running if (group := ref()) is not None)
             return compiled(args)
 
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+        return takes_a_list(run)
 
     def look(self) -> None:
         """Raise an `AgreementError` if a peer plans a new graph while this rank runs an old one."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from attrs import evolve
 
-from symmplan.capture.threads import threads_of_program
+from symmplan.capture.eager import threads_of_program
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import in_own_work
 from symmplan.coordination.sessions import SessionKeys, enter_session
