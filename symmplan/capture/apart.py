@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from symmplan.capture.c10d import Functional
     from symmplan.model import OpSpec
 
-__all__ = ["is_tensor", "run_apart", "storage_key", "view_of"]
-
 #: Seconds that are waited for a process group to let go of a tensor.
 _PATIENCE = 1.0
 

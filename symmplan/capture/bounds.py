@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-__all__ = ["bound", "bounded", "contiguous", "known", "limit", "sources"]
-
 #: No tensor has as many bytes: a bound above is none.
 _NO_BOUND = 1 << 44
 

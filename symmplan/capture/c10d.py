@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from symmplan.torch_private.ops import OpOverload
 
-__all__ = ["FUNCTIONAL", "NAMES", "Functional", "functional_form", "reader_of"]
-
 
 @define(eq=False)
 class Functional:

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
     from symmplan.capture.producers import Write
 
-__all__ = ["Decider", "sites_of"]
-
 _SHUNNED = "an op whose own argument is left out uses it, too"
 
 

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from symmplan.capture.streams import CudaStreams
     from symmplan.model import OpSpec
 
-__all__ = ["Recorded", "Recorder", "Storage", "opaque", "threads_of_program"]
-
 #: So many frames of a call are remembered.
 _DEEPEST = 8
 #: Of the marks that threads of a program have.

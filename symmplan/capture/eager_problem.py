@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from symmplan.capture.eager import Recorder, Storage
     from symmplan.capture.producers import Write
 
-__all__ = ["capture_recorded"]
-
 #: When something ran, and on which stream.
 _Moment: TypeAlias = tuple[int, str]
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from symmplan.capture.fsdp_recording import Call, Recording
     from symmplan.model import OpSpec
 
-__all__ = ["OPS", "Planned", "problem_of"]
-
 #: What of a collective may be symmetric.
 _WHERE = {"all_gather": "output", "reduce_scatter": "input"}
 #: Of a module, what that is.

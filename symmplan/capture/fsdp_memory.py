@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from symmplan.capture.fsdp_recording import Call, Recording
     from symmplan.model import AlgorithmName
 
-__all__ = ["Needed", "needed", "needed_more"]
-
 #: More than anybody needs.
 _ANY = 1 << 60
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Call", "Key", "Kind", "Look", "Moment", "Recording", "with_widest"]
-
 Kind = Literal["all_gather", "reduce_scatter"]
 #: How many events came before, those of tenants not counted, and how many of those since then.
 #: Tenants run on the ranks that compiled them: what is without tenants is the same on all ranks.

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from symmplan.capture.fsdp_recording import Call, Recording
 
-__all__ = ["gathers_unsharded", "kept_after_forward", "most_alive", "with_kept"]
-
 _Events = list[tuple[str, int]]
 
 

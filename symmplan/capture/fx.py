@@ -51,8 +51,6 @@ from symmplan.registry import resolve_group_name, spec_for
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-__all__ = ["capture_fx"]
-
 
 def capture_fx(
     program: fx.Graph | fx.GraphModule | Any,

@@ -31,27 +31,6 @@ from symmplan.torch_private.torch_registry import as_overload
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = [
-    "Path",
-    "Value",
-    "Values",
-    "argument_nodes",
-    "at_path",
-    "called",
-    "example_values",
-    "hidden_calls",
-    "is_getitem",
-    "is_pure_view",
-    "is_wait",
-    "label_of",
-    "overload_of",
-    "stack_of",
-    "target_name",
-    "tensor_leaves",
-    "written_arguments",
-    "written_nodes",
-]
-
 #: Where in nested lists and tuples something sits.
 Path: TypeAlias = tuple[int, ...]
 #: A tensor of a graph: the node that returns it, and where in the node's result it sits.

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-__all__ = ["name_modules", "parameter_owners"]
-
 
 def name_modules(graph: fx.Graph, owners: Mapping[fx.Node, str]) -> None:
     """Write into the nodes of a recorded graph which module each belongs to.

@@ -14,15 +14,6 @@ from torch import fx
 
 from symmplan.torch_private.ops import OpOverload
 
-__all__ = [
-    "OUT_VARIANTS",
-    "Write",
-    "is_allocation",
-    "out_overload",
-    "writes_eager",
-    "writes_inductor",
-]
-
 #: ``"fuse"``: a copy that the compiler folds into the producer's own kernel.
 #: ``"out"``: the op's variant with an ``out`` argument.
 #: ``"alloc"``: the op writes nothing, it only makes memory.

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-__all__ = ["CallValue", "signature", "stand_in"]
-
 #: What is compared as it is; asked first, because most arguments are of these.
 _PLAIN = frozenset({bool, int, str, type(None), torch.dtype, torch.device, type(torch.mul)})
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from symmplan.capture.producers import Write
     from symmplan.model import OpSpec, Problem, Requirement
 
-__all__ = ["Captured", "CopyKind", "How", "Kept", "PlacedStorage", "Site", "Step"]
-
 #: ``"bind"``: no copy. ``"stage"``: copied.
 How: TypeAlias = Literal["bind", "stage"]
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from symmplan.capture.decide import Decider
     from symmplan.capture.sites import Captured, CopyKind, Site
 
-__all__ = ["Steps", "copy_name", "join", "plan_poison"]
-
 
 def copy_name(kind: CopyKind, prefix: str, site: Site) -> str:
     """Name of the operation that copies a declared tensor. See `Step`."""

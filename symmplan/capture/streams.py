@@ -31,8 +31,6 @@ from symmplan.torch_private import devices
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["MAIN", "MARK", "CudaStreams", "Timeline", "unordered", "with_streams"]
-
 #: Name of the stream on which a recording starts.
 MAIN = "main"
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Mapping
 
-    from symmplan.registry.inventory import Entry
+    from symmplan.registry.catalogue import Entry
 
 __all__ = ["add_arguments", "render", "run"]
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from symmplan.model import OpSpec
     from symmplan.registry.schema import Schema
 
-__all__ = ["Entry", "collective_of", "entry_of", "spec_of"]
-
 NOT_CATALOGUED = "not catalogued: new in this torch"
 _ROWS = {row.op: row for row in (*COLLECTIVES, *SYMM_MEM)}
 _OF_GROUPS = frozenset(row.op for row in COLLECTIVES)

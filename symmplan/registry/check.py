@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from symmplan.registry.schema import Schema
 
-__all__ = ["make_spec"]
-
 _RESULT = re.compile(r"return(?:\.(\d+))?\Z", re.ASCII)
 
 

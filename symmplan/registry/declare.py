@@ -32,16 +32,6 @@ if TYPE_CHECKING:
     from symmplan.registry.schema import Schema
     from symmplan.torch_private.ops import OpOverload
 
-__all__ = [
-    "isolated",
-    "register_symm_mem_args",
-    "requirements",
-    "spec_for",
-    "store",
-    "symm_args",
-    "unregister",
-]
-
 T = TypeVar("T")
 
 

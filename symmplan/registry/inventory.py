@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from symmplan.model import OpSpec
     from symmplan.torch_private.ops import OpOverload
 
-__all__ = ["Entry", "all_specs", "describe_op", "inventory"]
-
 
 def inventory() -> list[Entry]:
     """All that is declared and all ops of the catalogue's namespaces, sorted by qualified name.

@@ -14,8 +14,6 @@ from __future__ import annotations
 import importlib.metadata
 import warnings
 
-__all__ = ["GROUP", "load"]
-
 GROUP = "symmplan.ops"
 
 

@@ -55,8 +55,6 @@ from typing import Any
 
 from attrs import field, frozen
 
-__all__ = ["COLLECTIVES", "NAMESPACES", "NOT_SYMMETRIC", "SYMM_MEM", "CatalogueRow"]
-
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())

@@ -17,20 +17,6 @@ if TYPE_CHECKING:
     from symmplan.model import OpSpec
     from symmplan.torch_private.ops import OpOverload, OpOverloadPacket
 
-__all__ = [
-    "Argument",
-    "OpRef",
-    "Result",
-    "Schema",
-    "bind_arguments",
-    "is_defined",
-    "qualified_name",
-    "resolve",
-    "resolve_group_name",
-    "schema_of",
-    "suggestion",
-]
-
 #: What names an op: ``"ns::name"``, ``"ns::name.overload"``, an ``OpOverload``, an
 #: ``OpOverloadPacket``, or what ``torch.library.custom_op`` returns.
 OpRef: TypeAlias = Any

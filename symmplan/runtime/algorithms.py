@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from symmplan.model import OpSpec, Requirement
     from symmplan.torch_private.ops import OpOverload
 
-__all__ = ["ONE_HOST", "Collectives", "Lowering", "Lowerings"]
-
 #: Whose collectives run. See `Lowerings`.
 Collectives: TypeAlias = Literal["auto", "process group"]
 

@@ -26,8 +26,6 @@ from symmplan.torch_private.c10d import world
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["FIX", "WANT", "Refusal", "attempt", "failure", "spread", "warn"]
-
 _Made = TypeVar("_Made")
 
 #: What want of memory looks like where it is no error of symmplan's own.

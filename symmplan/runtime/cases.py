@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from symmplan.runtime.clock import Act
     from symmplan.runtime.engines import Engines
 
-__all__ = ["Case", "aligned", "cut"]
-
 #: Parts of tensors begin at a multiple of so many bytes.
 _ALIGN = 256
 

@@ -23,8 +23,6 @@ from symmplan.model import AlgorithmName
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CHOOSE", "DEMOTED", "Choice", "Choose", "fastest"]
-
 _Word: TypeAlias = Literal["auto", "measure", "placed", AlgorithmName]
 CHOOSE: tuple[str, ...] = get_args(_Word)
 #: How algorithms are chosen. The name of an algorithm is meant for all collectives that have it;

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from symmplan.runtime.prepare import Preparation
     from symmplan.runtime.tuning_table import Table
 
-__all__ = ["Chosen", "choose_algorithms"]
-
 _Call = TypeVar("_Call")
 
 #: What a collective takes that is to run by some algorithm: the first of these that it has.

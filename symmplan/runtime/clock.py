@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     #: What a thread is to run; None for no more.
     _Work = queue.SimpleQueue[tuple[futures.Future[float], Callable[[], float]] | None]
 
-__all__ = ["Clock", "at_once", "clock_bytes", "clock_of", "seconds_of"]
-
 _WARM_UP = 2
 _REPETITIONS = 7
 _MOST_PRODUCTS = 256

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from symmplan.model import AlgorithmName
     from symmplan.registry.rows import CatalogueRow
 
-__all__ = ["NCCL", "Abilities", "Support", "algorithms_of", "by_collective", "dotted", "verdicts"]
-
 
 @frozen(kw_only=True)
 class Abilities:

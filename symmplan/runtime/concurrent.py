@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from symmplan.capture import Captured
 
-__all__ = ["concurrent_heard", "concurrent_with"]
-
 
 def concurrent_with(
     captured: Captured,

@@ -33,17 +33,6 @@ if TYPE_CHECKING:
 
     from symmplan.memory.arena import Arena
 
-__all__ = [
-    "Engines",
-    "asked",
-    "engines_of",
-    "known",
-    "known_of",
-    "register",
-    "register_known",
-    "require",
-]
-
 
 @frozen(eq=False)
 class Engines:

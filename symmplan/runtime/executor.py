@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from symmplan.coordination.world import World
     from symmplan.model import AlgorithmName, Plan
 
-__all__ = ["Executor", "executor"]
-
 
 class Executor:
     """Runs collectives on the bytes that a plan gives them.

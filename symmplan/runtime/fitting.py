@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from symmplan.runtime.algorithms import Lowerings
     from symmplan.runtime.prepare import Preparation
 
-__all__ = ["Fitting"]
-
 
 @define(eq=False, slots=False)
 class Fitting:

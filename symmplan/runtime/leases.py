@@ -46,8 +46,6 @@ from symmplan.torch_private.dispatch import storage_use_count
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
-__all__ = ["Lease", "Ledger", "Run", "StorageLease", "copied", "in_use", "set_aside"]
-
 
 @define(eq=False, kw_only=True)
 class Lease:

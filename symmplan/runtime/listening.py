@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from symmplan.capture.fsdp_recording import Recording
 
-__all__ = ["leave", "listen", "silence"]
-
 _ALL_TO_ALL = "c10d::alltoall_base_"
 
 

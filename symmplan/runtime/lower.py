@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from symmplan.runtime.algorithms import Lowering
     from symmplan.runtime.program import PlacedCall
 
-__all__ = ["Machine", "Staged", "launch"]
-
 V = TypeVar("V")
 #: ``{site: (its placement, the program's tensor)}`` of arguments.
 Staged: TypeAlias = "dict[Site, tuple[Any, Any]]"

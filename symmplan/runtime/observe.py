@@ -35,20 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
 
-__all__ = [
-    "Checked",
-    "DeviceEvent",
-    "Expected",
-    "Profile",
-    "Seen",
-    "check",
-    "checking",
-    "kind_of",
-    "launching",
-    "launching_from",
-    "profiled",
-]
-
 #: The first kind one of whose words is in a kernel's name.
 _KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("symmetric kernels", ("ncclsymk", "ncclsymdev")),

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from symmplan.runtime.clock import Act
     from symmplan.runtime.engines import Engines
 
-__all__ = ["OpCase", "cases_of", "ordinary"]
-
 #: Arguments of all-to-alls. What has placements has equal parts.
 _SPLITS = ("output_split_sizes", "input_split_sizes")
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from symmplan.runtime.choice import Choose
     from symmplan.runtime.tuning_table import Table
 
-__all__ = ["Options", "function", "here", "known", "whole"]
-
 
 @frozen(kw_only=True)
 class Options:

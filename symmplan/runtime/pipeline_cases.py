@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from symmplan.runtime.clock import Act
     from symmplan.runtime.engines import Engines
 
-__all__ = ["PipelineCase", "numels_of"]
-
 _C10D: Any = torch.ops._c10d_functional
 _wait = _C10D.wait_tensor
 #: Parts of fewer rows say nothing of larger ones.

@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from symmplan.model import Plan, Problem
     from symmplan.runtime.options import Options
 
-__all__ = ["Preparation", "checked_plan"]
-
 _Made = TypeVar("_Made")
 
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from symmplan.runtime.algorithms import Lowering, Lowerings
     from symmplan.runtime.chooser import Chosen
 
-__all__ = ["PlacedCall", "PlacedProgram", "place"]
-
 
 @frozen(eq=False)
 class PlacedCall:

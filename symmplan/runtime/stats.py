@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attrs import asdict, frozen
 
-__all__ = ["Copy", "Stats"]
-
 
 @frozen
 class Copy:

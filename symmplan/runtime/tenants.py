@@ -39,15 +39,6 @@ if TYPE_CHECKING:
 
     from symmplan.model import Placement
 
-__all__ = [
-    "Tenant",
-    "forget",
-    "ran",
-    "settled",
-    "synchronizes_once",
-    "timed",
-]
-
 
 class Tenant(Protocol):
     """Who may lie in segments of somebody else."""

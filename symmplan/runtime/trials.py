@@ -47,9 +47,6 @@ if TYPE_CHECKING:
     from symmplan.runtime.clock import Act
     from symmplan.runtime.engines import Engines
 
-__all__ = ["BEYOND", "choices_of", "chosen_by", "forget", "measure", "measure_there"]
-__all__ += ["all_slowest"]
-
 #: Bytes that measuring may take on a rank, beside what plans take.
 BEYOND = 256 << 20
 #: Parts of fewer bytes on a device are not timed: what passes once decides there.

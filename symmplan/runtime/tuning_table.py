@@ -25,8 +25,6 @@ from symmplan.process import PROCESS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Table", "TuningRow", "is_table", "read_table", "ruled"]
-
 _FORMAT = "symmplan-choices"
 _VERSION = 1
 #: Smaller collectives than this, in bytes, gain nothing on devices.

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
     from symmplan.memory.races import RaceDetector, Touch
 
-__all__ = ["Watching", "run_by_nodes", "watched"]
-
 _PLAIN = ("aten", "prims", "inductor_prims", "prim")
 _COLLECTIVES = ("c10d", "_c10d_functional")
 _WAIT = "_c10d_functional::wait_tensor"

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-__all__ = ["flops_beside", "flops_of"]
-
 #: So many hide any collective.
 _MOST = 1 << 50
 #: Products that write where they are told, as a graph has them, and what they compute.

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from symmplan.runtime.algorithms import Collectives
     from symmplan.runtime.choice import Choice, Choose
 
-__all__ = ["CompileBackend", "backend", "default_backend", "symmplan"]
-
 
 class CompileBackend:
     """A Dynamo backend that puts declared tensors into planned symmetric memory.

@@ -62,8 +62,6 @@ if TYPE_CHECKING:
     from symmplan.integrate.compile.turns import Shared
     from symmplan.model import Buffer, Plan
 
-__all__ = ["CompiledGraph"]
-
 
 @define(eq=False)
 class CompiledGraph:

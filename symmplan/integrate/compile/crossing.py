@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
     from symmplan.model import Placement
 
-__all__ = ["CrossingLease", "reasons"]
-
 #: Why a crossing tensor was copied, and what avoids it.
 REASONS = {
     "again": "its forward ran again before its backward; run each backward before the next "

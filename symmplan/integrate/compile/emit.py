@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from symmplan.capture.sites import Captured, PlacedStorage, Site
     from symmplan.runtime.program import PlacedCall, PlacedProgram
 
-__all__ = ["Emitter", "SegmentInput"]
-
 # Inductor's code cache keys on names, but not on how symmplan lowers a graph: count this up when
 # the same graph has to be compiled anew.
 _SEGMENT = "symmplan5"

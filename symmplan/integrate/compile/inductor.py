@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 ops.load()
 inductor.lower_fences(torch.ops.symmplan.fence_.default)
 
-__all__ = ["compile_inductor"]
-
 
 def compile_inductor(
     module: fx.GraphModule,

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from symmplan.torch_private.ops import OpOverload
 
-__all__ = ["load", "without_returns"]
-
 _LIBRARY = torch.library.Library("symmplan", "FRAGMENT")
 _SYMM_MEM_LIBRARY = torch.library.Library("symm_mem", "FRAGMENT")
 

@@ -10,8 +10,6 @@ from attrs.converters import optional
 from symmplan.coordination.groups import group_key
 from symmplan.runtime.options import Options, known
 
-__all__ = ["CompileOptions"]
-
 
 @frozen(kw_only=True)
 class CompileOptions(Options):

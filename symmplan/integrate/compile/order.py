@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from symmplan.integrate.compile.emit import Emitter, SegmentInput
     from symmplan.model import Placement
 
-__all__ = ["keep_order", "poison"]
-
 #: Inputs through which segments are reached, as `Emitter.reach` names them.
 Inputs: TypeAlias = "set[SegmentInput | str]"
 

@@ -34,24 +34,6 @@ if TYPE_CHECKING:
 
     _Compiled: TypeAlias = Callable[[list[Any]], Any]
 
-__all__ = [
-    "PartName",
-    "PlannedPart",
-    "Record",
-    "alike",
-    "bound",
-    "copy_of",
-    "counted",
-    "declared",
-    "inserted",
-    "keep_away",
-    "keeps",
-    "merged",
-    "pinned",
-    "points_of",
-    "protect",
-]
-
 PartName: TypeAlias = Literal["forward", "backward", "inference"]
 
 

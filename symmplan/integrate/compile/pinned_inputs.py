@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from symmplan.memory import Arena
     from symmplan.model import Barrier, Plan, Problem
 
-__all__ = ["PinnedInputs"]
-
 
 @define(eq=False)
 class PinnedInputs:

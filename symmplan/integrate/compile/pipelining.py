@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from symmplan.runtime.choice import Choice
     from symmplan.runtime.prepare import Preparation
 
-__all__ = ["Pipelined", "apply", "as_exchanges", "cases_of", "find", "pipeline"]
-
 _ATEN: Any = torch.ops.aten
 #: A cast as Inductor has it where graphs are rewritten.
 _CONVERT: Any = torch.ops.prims.convert_element_type.default

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from symmplan.integrate.compile.progress import Progress
     from symmplan.memory.arena import Arena
 
-__all__ = ["PinnedPart", "Place", "RunCopy", "check_others"]
-
 #: Uses of a storage that only one tensor has: that tensor's, and the one of who asks.
 _OWN_USES = 2
 

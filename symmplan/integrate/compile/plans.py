@@ -9,8 +9,6 @@ from attrs import frozen
 if TYPE_CHECKING:
     from symmplan.model import Placement, Plan
 
-__all__ = ["Given", "group_names", "is_unmet", "overlap", "structure_of"]
-
 
 @frozen
 class Given:

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from symmplan.model import Placement, Plan
     from symmplan.runtime.prepare import Preparation
 
-__all__ = ["Pool"]
-
 
 @define(eq=False)
 class Pool:

@@ -64,8 +64,6 @@ if TYPE_CHECKING:
     from symmplan.memory.arena import Arena
     from symmplan.memory.segment import Rendezvous
 
-__all__ = ["Progress"]
-
 #: What it looks like where memory to see peers in cannot be had.
 _UNHAD: tuple[type[BaseException], ...] = (SymmplanError, *WANT)
 

@@ -20,8 +20,6 @@ from symmplan.torch_private.ops import OpOverload
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["note", "refresh_changed", "refresh_values"]
-
 
 def note(gm: fx.GraphModule) -> dict[fx.Node, tuple[Any, ...]]:
     """Note every node of a graph whose values are up to date."""

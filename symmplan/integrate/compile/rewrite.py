@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from symmplan.runtime.lower import Staged
     from symmplan.runtime.program import PlacedCall, PlacedProgram
 
-__all__ = ["rewrite"]
-
 _ABSOLUTE = frozenset({
     "aten::as_strided",
     "aten::as_strided_",

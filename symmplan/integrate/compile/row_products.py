@@ -20,22 +20,6 @@ from symmplan.registry import bind_arguments
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = [
-    "PRODUCTS",
-    "RESHAPES",
-    "Gather",
-    "Rows",
-    "Scatter",
-    "gather_of",
-    "given_by",
-    "has_rows",
-    "is_row",
-    "lhs_of",
-    "raised",
-    "scatter_of",
-    "takes_rows",
-]
-
 _ATEN: Any = torch.ops.aten
 _C10D: Any = torch.ops._c10d_functional
 

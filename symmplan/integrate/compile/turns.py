@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from symmplan.memory.arena import Arena
     from symmplan.model import Placement, Plan
 
-__all__ = ["Shared", "released"]
-
 
 @define(eq=False)
 class Shared:

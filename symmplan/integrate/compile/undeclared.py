@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from symmplan.torch_private.ops import OpOverload
 
-__all__ = ["tell_undeclared"]
-
 #: As torch's own registry wants the argument to be called that names a group.
 _ASKED = "group_name"
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from symmplan.planner.order import Order
     from symmplan.runtime.program import PlacedCall, PlacedProgram
 
-__all__ = ["Builder"]
-
 
 @define(eq=False)
 class Builder:

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from symmplan.runtime.lower import Staged
     from symmplan.runtime.program import PlacedCall
 
-__all__ = ["EagerMachine", "counted", "settle"]
-
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 #: What an event's function is given: that of the program, and the dispatch keys behind ours.

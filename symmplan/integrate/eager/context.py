@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from symmplan.runtime.algorithms import Collectives
     from symmplan.runtime.choice import Choose
 
-__all__ = ["eager", "empty", "out"]
-
 
 def eager(
     group: Any = None,

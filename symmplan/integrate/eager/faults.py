@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from symmplan.integrate.eager.kernels import Cursor
     from symmplan.integrate.eager.schedule import Event
 
-__all__ = ["REDO", "Faults", "public"]
-
 #: Seconds within which the error of a rank that gave up is there to be read.
 _PATIENCE = 2.0
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from symmplan.runtime.program import PlacedProgram
     from symmplan.runtime.stats import Copy
 
-__all__ = ["Frozen"]
-
 #: At how many ends of iterations a session is ready to move before it stays where it is.
 _READY = 8
 

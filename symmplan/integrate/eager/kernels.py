@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     _Serve: TypeAlias = Callable[[Any, Any, Any, Any, Any], Any]
     _Waited: TypeAlias = Callable[[torch.Tensor], None]
 
-__all__ = ["Cursor", "declared_names", "install", "overload_name"]
-
 #: Their ops run others of the catalogue below autograd, which the session sees.
 _FRONTS = ("_c10d_functional_autograd", "_dtensor")
 

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from symmplan.model import OpSpec
     from symmplan.runtime.options import Options
 
-__all__ = ["IterationRecording", "Settings", "meet"]
-
 #: More declared calls than an iteration has.
 _LONG = 10_000
 #: Arguments of all-to-alls that differ from rank to rank.

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from symmplan.runtime.observe import Expected
     from symmplan.runtime.program import PlacedCall
 
-__all__ = ["Act", "Event", "name_of", "perform"]
-
 #: A barrier, or the overwriting of a dead placement.
 Act: TypeAlias = "Callable[[], None]"
 

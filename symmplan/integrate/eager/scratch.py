@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from symmplan.memory import Arena
     from symmplan.model import OpSpec
 
-__all__ = ["ScratchMemory"]
-
 
 @define(eq=False)
 class ScratchMemory:

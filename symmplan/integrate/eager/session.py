@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from symmplan.runtime.choice import Choice
     from symmplan.runtime.options import Options
 
-__all__ = ["Session"]
-
 
 class Session:
     """An eager program whose declared ops run in planned placements. Made by `symmplan.eager`."""

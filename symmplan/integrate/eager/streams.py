@@ -15,8 +15,6 @@ from symmplan.capture.streams import CudaStreams
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Roles", "streams_of"]
-
 
 def streams_of(device: torch.device) -> CudaStreams | None:
     """The streams of a device; None if it has none."""
