@@ -148,6 +148,8 @@ class Meeting(Rendezvous):
     watched for races.
     """
 
+    memory = "shm"
+
     def __init__(
         self,
         group: Group,
@@ -162,11 +164,9 @@ class Meeting(Rendezvous):
         order: Meetings | None = None,
         near: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(group, tuple(peers))
-        self.near = near = near or tuple(range(group.size))
-        size = group.size
+        super().__init__(group, tuple(peers), near)
+        near, size = self.near, group.size
         parts = [area.part(start, size) for area, start in zip(areas, starts, strict=True)]
-        self._place = near.index(group.rank)
         self._areas = dict(zip(near, areas, strict=True))
         self._processes = dict(zip(near, processes, strict=True))
         self._segment = segment
@@ -175,9 +175,9 @@ class Meeting(Rendezvous):
         self._because: list[int] = []
         self._looks: list[Callable[[], None]] = []
         self._order = order
-        self._mine = parts[self._place]
+        self._mine = parts[self.place]
         self._progress = [part[_PROGRESS] for part in parts]
-        self._said = [0] * len(self._progress[self._place])
+        self._said = [0] * len(self._progress[self.place])
         counters = zip(near, (part[:1] for part in parts), strict=True)
         self._others = [(rank, counter) for rank, counter in counters if rank != group.rank]
         slots = [[part[_LINE + i * _slot_words(size) :] for part in parts] for i in range(2)]
@@ -206,7 +206,7 @@ class Meeting(Rendezvous):
         slot = (self._count + 1) & 1
         padded = self._write(call)
         if free:
-            self._free[slot][self._place][: len(free)] = free
+            self._free[slot][self.place][: len(free)] = free
         self._meet()
         for other, theirs in self._notes[slot]:
             if theirs != padded:
@@ -220,12 +220,12 @@ class Meeting(Rendezvous):
     def _write(self, note: bytes) -> bytes:
         count = self._count + 1
         padded = note.ljust(_NOTE - 8, b"\0") + count.to_bytes(8, "little")
-        self._notes[count & 1][self._place][1][:] = padded
+        self._notes[count & 1][self.place][1][:] = padded
         return padded
 
     def tell(self, progress: Sequence[int]) -> None:
         """See `Rendezvous.tell`. The numbers become visible in order."""
-        mine = self._progress[self._place]
+        mine = self._progress[self.place]
         for i, value in enumerate(progress):
             if value != self._said[i]:
                 self._fence()

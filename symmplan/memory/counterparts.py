@@ -32,7 +32,7 @@ import torch
 from symmplan.coordination.exchange import processes_of
 from symmplan.coordination.groups import listed
 from symmplan.coordination.sessions import post_error, posted_error
-from symmplan.errors import BackendError, PeerLostError, RunError
+from symmplan.errors import PeerLostError, RunError
 from symmplan.memory.control import Meeting
 from symmplan.memory.kernels import as_bytes
 from symmplan.process import PROCESS
@@ -207,11 +207,6 @@ class HostsMeeting(Meeting):
         given: Of `Meeting`.
         counterparts: Connections with the counterparts.
         options: Of `Meeting`.
-
-    Attributes:
-        near: The ranks of this host, in the order of the group.
-        place: Which of them is this one.
-        counterparts: The same.
     """
 
     def __init__(self, *given: Any, counterparts: Counterparts, **options: Any) -> None:
@@ -219,27 +214,6 @@ class HostsMeeting(Meeting):
         self.counterparts = counterparts
         self._break = self._on_failure
         self._on_failure = self._fail
-        self.place = self.near.index(self.group.rank)
-
-    @property
-    def levels(self) -> HostsMeeting:
-        """See `Rendezvous.levels`."""
-        return self
-
-    @property
-    def peers(self) -> tuple[torch.Tensor, ...]:
-        """See `Rendezvous.peers`.
-
-        Raises:
-            BackendError: Always: some rank is on another host.
-        """
-        raise BackendError(
-            "memory='shm': its ranks are on several hosts; none reaches the bytes of all others",
-            expected="a group within one host",
-            got=f"rank {listed(self.near)} on this host",
-            fix="use groups within one host for ops that read or write their peers' memory",
-            **self.group.here,
-        )
 
     @cached_property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
@@ -257,11 +231,6 @@ class HostsMeeting(Meeting):
         self.wait(self.counterparts.gather(list(found), near))
         words = dict(zip(sum(self.hosts, ()), found.flatten(0, 1).tolist(), strict=True))
         return [words[rank] for rank in range(self.group.size)]
-
-    @property
-    def near_peers(self) -> tuple[torch.Tensor, ...]:
-        """The bytes of the segment of each rank of this host, as one-dimensional uint8."""
-        return self._peers
 
     def barrier(self, timeout: float | None = None) -> None:
         """See `Rendezvous.barrier`."""

@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 
 from symmplan.coordination.exchange import processes_of
-from symmplan.coordination.groups import listed
 from symmplan.coordination.own import own_work
 from symmplan.errors import BackendError
 from symmplan.memory.counterparts import counterparts_of
 from symmplan.memory.kernels import as_bytes
-from symmplan.memory.segment import Rendezvous
+from symmplan.memory.torch_rendezvous import TorchRendezvous
 from symmplan.process import PROCESS
 from symmplan.torch_private import c10d, nccl
 
@@ -79,7 +78,7 @@ class DeviceCounterparts:
         dist.all_reduce(token, group=self._across)
 
 
-class DeviceHostsMeeting(Rendezvous):
+class DeviceHostsMeeting(TorchRendezvous):
     """The meeting of a group of devices on several hosts.
 
     Args:
@@ -88,12 +87,9 @@ class DeviceHostsMeeting(Rendezvous):
         handle: Torch's, of the allocation among the ranks of this host.
         counterparts: Connections.
         begin: Where the bytes begin in the allocation.
-
-    Attributes:
-        near: The ranks of this host, in the order of the group.
-        place: Which of them is this one.
-        counterparts: The same.
     """
+
+    memory = "cuda"
 
     def __init__(
         self,
@@ -103,47 +99,9 @@ class DeviceHostsMeeting(Rendezvous):
         counterparts: DeviceCounterparts,
         begin: int = 0,
     ) -> None:
-        super().__init__(group, ())
+        given: dict[str, Any] = {"begin": begin, "by_collective": True, "near": counterparts.near}
+        super().__init__(group, own, handle, timeout=0.0, **given)
         self.counterparts = counterparts
-        self.near = counterparts.near
-        self.place = self.near.index(group.rank)
-        self._own: torch.Tensor | None = own
-        self._handle = handle
-        self._begin = begin
-        self._token = torch.zeros(1, dtype=torch.int32, device=own.device)
-
-    @property
-    def levels(self) -> DeviceHostsMeeting:
-        """See `Rendezvous.levels`."""
-        return self
-
-    @property
-    def peers(self) -> tuple[torch.Tensor, ...]:
-        """See `Rendezvous.peers`.
-
-        Raises:
-            BackendError: Always: some rank is on another host.
-        """
-        raise BackendError(
-            "its ranks are on several hosts; none reaches the bytes of all others",
-            expected="a group within one host",
-            got=f"rank {listed(self.near)} on this host",
-            fix="use groups within one host for ops that read or write their peers' memory",
-            **self.group.here,
-        )
-
-    @property
-    def near_peers(self) -> tuple[torch.Tensor, ...]:
-        """The bytes of the segment of each rank of this host, as one-dimensional uint8."""
-        own = self._own
-        if not self._peers and own is not None:
-            self._peers = tuple(
-                own
-                if place == self.place
-                else self._handle.get_buffer(place, (own.numel(),), torch.uint8, self._begin)
-                for place in range(len(self.near))
-            )
-        return self._peers
 
     @own_work
     def barrier(self, timeout: float | None = None) -> None:
@@ -153,7 +111,6 @@ class DeviceHostsMeeting(Rendezvous):
         self.counterparts.meet(self._token)
         self.leave()
 
-    @own_work
     def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
         """See `Rendezvous.enter`: of the ranks of this host alone, and nothing is compared."""
         del call, free
@@ -168,11 +125,6 @@ class DeviceHostsMeeting(Rendezvous):
     def wait(self, work: Any) -> None:
         """Let the current stream wait for what was started with the counterparts."""
         work.wait()
-
-    def release(self) -> None:
-        """Let go of the handle and of the peers' memory."""
-        super().release()
-        self._own = self._handle = None
 
 
 @own_work

@@ -26,9 +26,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from symmplan.coordination.groups import Group, group_key
+from symmplan.coordination.groups import Group, group_key, listed
 from symmplan.coordination.world import address_of
-from symmplan.errors import NotSymmetricError, ReleasedError, RunError
+from symmplan.errors import BackendError, NotSymmetricError, ReleasedError, RunError
 from symmplan.process import PROCESS, LiveSegments
 
 if TYPE_CHECKING:
@@ -49,11 +49,23 @@ class Rendezvous:
     """The one-time association of a segment with a group. This class serves a group of one rank.
 
     Attributes:
+        memory: Name of the memory backend.
         group: The group.
+        near: The ranks of this one's host, in the order of the group.
+        place: Which of them is this one.
+        counterparts: Connections with the other hosts, if the group is on several; see
+            [Note: two levels] in `symmplan.memory.counterparts`.
     """
 
-    def __init__(self, group: Group, peers: tuple[torch.Tensor, ...]) -> None:
+    memory = "local"
+    counterparts: Any = None
+
+    def __init__(
+        self, group: Group, peers: tuple[torch.Tensor, ...], near: Sequence[int] = ()
+    ) -> None:
         self.group = group
+        self.near = tuple(near or range(group.size))
+        self.place = self.near.index(group.rank)
         self._peers = peers
         self._given: list[int] = []
 
@@ -62,13 +74,31 @@ class Rendezvous:
 
     @property
     def peers(self) -> tuple[torch.Tensor, ...]:
-        """Each rank's bytes of the segment, also this one's, as one-dimensional uint8."""
+        """Each rank's bytes of the segment, also this one's, as one-dimensional uint8.
+
+        Raises:
+            BackendError: This process cannot address a peer's memory.
+        """
+        if self.counterparts is not None:
+            raise BackendError(
+                f"memory={self.memory!r}: its ranks are on several hosts; none reaches the "
+                "bytes of all others",
+                expected="a group within one host",
+                got=f"rank {listed(self.near)} on this host",
+                fix="use groups within one host for ops that read or write their peers' memory",
+                **self.group.here,
+            )
+        return self.near_peers
+
+    @property
+    def near_peers(self) -> tuple[torch.Tensor, ...]:
+        """The same of the ranks of this host, of a group on several."""
         return self._peers
 
     @property
     def levels(self) -> Any:
-        """Itself if the group is on several hosts, a `HostsMeeting`; else None."""
-        return None
+        """Itself if the group is on several hosts, else None."""
+        return None if self.counterparts is None else self
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every rank of the group is here.

@@ -39,10 +39,9 @@ import torch
 import torch.distributed as dist
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from symmplan.coordination.own import own_work
 from symmplan.errors import BackendError, OutOfSharedMemoryError
 from symmplan.memory.device_hosts import DeviceHostsMeeting, device_counterparts
-from symmplan.memory.segment import Rendezvous
+from symmplan.memory.torch_rendezvous import TorchRendezvous, first_line
 from symmplan.process import PROCESS
 from symmplan.torch_private import c10d, nccl, symm_mem
 
@@ -63,9 +62,6 @@ __all__ = [
     "is_whole_words",
     "serves_nccl",
 ]
-
-#: The channels of the signal pad that symmplan's barriers use, and those beside them.
-_CHANNEL, _BESIDE = 0, 1
 
 _WORD = 4
 
@@ -112,100 +108,6 @@ def is_whole_words(nbytes: int | torch.SymInt) -> bool:
     See [Note: torch's allocators]. False also where a size is dynamic and may be odd.
     """
     return statically_known_true(nbytes % _WORD == 0)
-
-
-class TorchRendezvous(Rendezvous):
-    """Torch's handle of a segment in a group; the segment begins at byte ``begin`` of it."""
-
-    def __init__(
-        self, group: Group, own: torch.Tensor, handle: Any, *, timeout: float, begin: int = 0
-    ) -> None:
-        super().__init__(group, ())
-        self._begin = begin
-        #: What torch's own ops take; None if it is not torch's symmetric memory.
-        self.handle = handle
-        self._own: torch.Tensor | None = own
-        self._timeout = timeout
-
-    @property
-    def peers(self) -> tuple[torch.Tensor, ...]:
-        """Each rank's bytes, as addressed from this device.
-
-        Raises:
-            BackendError: This device cannot address a peer's memory (another host, no peer
-                access, or an NCCL that is too old to hand out pointers).
-        """
-        own = self._own
-        if not self._peers and own is not None:
-            if self.handle is None:
-                raise BackendError(
-                    "temporary segments have no peer views",
-                    fix="use collectives on the segment, or realize the plan without temporary=",
-                    **self.group.here,
-                )
-            try:
-                self._peers = tuple(
-                    own
-                    if rank == self.group.rank
-                    else self.handle.get_buffer(rank, (own.numel(),), torch.uint8, self._begin)
-                    for rank in range(self.group.size)
-                )
-            except (RuntimeError, IndexError) as error:
-                raise BackendError(
-                    f"this device cannot address the peers' memory: {_first_line(error)}",
-                    fix="use collectives on the segment instead of peer views, or a newer NCCL",
-                    **self.group.here,
-                ) from error
-        return self._peers
-
-    def barrier(self, timeout: float | None = None) -> None:
-        """A barrier in the order of the current stream; the host does not wait."""
-        seconds = self._timeout if timeout is None else timeout
-        self.handle.barrier(channel=_CHANNEL, timeout_ms=int(seconds * 1000))
-
-    def barrier_beside(self) -> None:
-        """The same, for a stream beside which others have barriers of the program."""
-        self.handle.barrier(channel=_BESIDE, timeout_ms=int(self._timeout * 1000))
-
-    def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
-        """A barrier. Nothing is compared: that would need the host."""
-        del call
-        if free:
-            raise BackendError(
-                "this op exchanges sizes between hosts, which only memory='shm' can",
-                fix="use torch.distributed's collective on the placement",
-                **self.group.here,
-            )
-        self.barrier()
-
-    def release(self) -> None:
-        """Let go of the handle and of the peers' memory."""
-        super().release()
-        self.handle = None
-        self._own = None
-
-
-class CollectiveRendezvous(TorchRendezvous):
-    """The same, for allocators whose handles have no barrier that orders peers' accesses."""
-
-    def __init__(
-        self, group: Group, own: torch.Tensor, handle: Any, *, timeout: float, begin: int = 0
-    ) -> None:
-        super().__init__(group, own, handle, timeout=timeout, begin=begin)
-        self._token = torch.zeros(1, dtype=torch.int32, device=own.device)
-
-    @own_work
-    def barrier(self, timeout: float | None = None) -> None:
-        """A one-element all-reduce in the order of the current stream.
-
-        NCCL's own timeout (the process group's) applies, not ``timeout``.
-        """
-        del timeout
-        dist.all_reduce(self._token, group=self.group.process_group)
-
-    def barrier_beside(self) -> None:
-        """The same: NCCL tells collectives of several streams apart."""
-        self.barrier()
 
 
 class TorchSymmBackend:
@@ -270,7 +172,7 @@ class TorchSymmBackend:
         except RuntimeError as error:
             left, total = torch.cuda.mem_get_info(device)
             raise OutOfSharedMemoryError(
-                f"no symmetric memory for segment {spec.name!r} on {device}: {_first_line(error)}",
+                f"no symmetric memory for segment {spec.name!r} on {device}: {first_line(error)}",
                 expected=f"{spec.nbytes} bytes",
                 got=f"{left} of {total} bytes free",
                 fix="make the plan smaller (capacity=), or free device memory first",
@@ -307,7 +209,7 @@ class TorchSymmBackend:
         except RuntimeError as error:
             raise BackendError(
                 f"memory={self.name!r}: segment {segment.spec.name!r} of {segment.nbytes} bytes "
-                f"cannot be registered with group {group.name!r}: {_first_line(error)}",
+                f"cannot be registered with group {group.name!r}: {first_line(error)}",
                 fix="check that the devices of the group reach each other (NVLink or PCIe peer "
                 "access on one host), or use another memory=",
                 **group.here,
@@ -316,8 +218,14 @@ class TorchSymmBackend:
         by_collective = self.name == "nccl" or (
             self.name == "nvshmem" and nccl.serves(group.process_group)
         )
-        kind = CollectiveRendezvous if by_collective else TorchRendezvous
-        made = kind(group, tensor, handle, timeout=segment.timeout, begin=segment.begin)
+        made = TorchRendezvous(
+            group,
+            tensor,
+            handle,
+            timeout=segment.timeout,
+            begin=segment.begin,
+            by_collective=by_collective,
+        )
         segment.add_rendezvous(made)
 
     def settle(self) -> None:
@@ -402,7 +310,7 @@ def _select(memory: str, device: torch.device) -> None:
         symm_mem.set_backend(wanted)
     except (RuntimeError, ImportError) as error:
         raise BackendError(
-            f"memory={memory!r}: torch cannot use its {wanted} allocator: {_first_line(error)}",
+            f"memory={memory!r}: torch cannot use its {wanted} allocator: {first_line(error)}",
             expected=f"{wanted}, chosen before any other symmetric memory was used",
             got=f"{current}",
             fix="use one kind of symmetric memory in a process, or a torch built with this one",
@@ -422,7 +330,3 @@ def _require_left(device: torch.device) -> None:
 def _with_index(device: torch.device) -> torch.device:
     index: int | None = device.index
     return torch.device("cuda", torch.cuda.current_device() if index is None else index)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or repr(error)).splitlines()[0]

@@ -26,12 +26,12 @@ def _with_own_collectives(rank, world_size, when):
     import symmplan
     from symmplan.coordination.groups import resolve_groups
     from symmplan.integrate.fsdp.ops import exchanges
-    from symmplan.memory.torch_symm import CollectiveRendezvous
+    from symmplan.memory.torch_rendezvous import TorchRendezvous
 
     name = dist.group.WORLD.group_name
     group = resolve_groups([name])[name]
     x = torch.full((4, 8), float(rank))
-    meeting = CollectiveRendezvous(group, torch.zeros(8), None, timeout=20.0)
+    meeting = TorchRendezvous(group, torch.zeros(8), None, timeout=20.0, by_collective=True)
     source, received, part = torch.ones(2, 4), torch.empty(2, 4), torch.empty(4)
     act = exchanges(part, source, received, dist.group.WORLD, dist.ReduceOp.SUM)
     with symmplan.eager(timeout=20.0, memory="shm") as session:
