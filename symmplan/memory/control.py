@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import torch
 
     from symmplan.coordination.groups import Group
-    from symmplan.memory.races import Meetings
+    from symmplan.memory.races import WatchedSegment
 
 __all__ = ["ControlArea", "Meeting", "layout"]
 
@@ -144,8 +144,8 @@ class Meeting(Rendezvous):
     Of a group on several hosts those of this host meet, with the ranks ``near``. In
     each area the group's part begins at the word that ``starts`` says.
     ``on_failure`` is called with the error of a failed barrier, and with the keys of the processes
-    that were waited for in vain. ``order`` is told of arrivals and meetings, if the segment is
-    watched for races.
+    that were waited for in vain. ``watched`` is told of arrivals and meetings, with the ranks
+    ``world`` in the default process group, if the segment is watched for races.
     """
 
     memory = "shm"
@@ -161,7 +161,8 @@ class Meeting(Rendezvous):
         segment: str,
         timeout: float,
         on_failure: Callable[[BaseException, Sequence[int]], None],
-        order: Meetings | None = None,
+        watched: WatchedSegment | None = None,
+        world: Sequence[int] = (),
         near: tuple[int, ...] = (),
     ) -> None:
         super().__init__(group, tuple(peers), near)
@@ -174,7 +175,7 @@ class Meeting(Rendezvous):
         self._on_failure = on_failure
         self._because: list[int] = []
         self._looks: list[Callable[[], None]] = []
-        self._order = order
+        self._watched, self._world = watched, world
         self._mine = parts[self.place]
         self._progress = [part[_PROGRESS] for part in parts]
         self._said = [0] * len(self._progress[self.place])
@@ -194,8 +195,8 @@ class Meeting(Rendezvous):
     def _meet(self, timeout: float | None = None) -> None:
         self._arrive()
         self._wait(self._timeout if timeout is None else timeout)
-        if self._order is not None:
-            self._order.met(self._count)
+        if self._watched is not None:
+            self._watched.met(self.group.torch_name, self._count, self._world)
 
     def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
         """See `Rendezvous.enter`.
@@ -276,7 +277,7 @@ class Meeting(Rendezvous):
         for held in (self._areas, self._progress, self._others, self._notes, self._free):
             held.clear()
         self._looks.clear()
-        self._order = None
+        self._watched = None
 
     def _refuse(self, *_: object) -> NoReturn:
         self.group.require_own()
@@ -284,8 +285,8 @@ class Meeting(Rendezvous):
 
     def _arrive(self) -> None:
         self._count += 1
-        if self._order is not None:
-            self._order.arrive(self._count)
+        if self._watched is not None:
+            self._watched.arrive(self.group.torch_name, self._count)
         self._fence()
         self._mine[0] = self._count
 
@@ -357,8 +358,8 @@ class Meeting(Rendezvous):
             if status != _BROKEN and counter[0] >= self._count:
                 continue
             self._because = because or [process.key]
-            if self._order is not None:
-                self._order.detector.check()  # that a race was found says more
+            if self._watched is not None:
+                self._watched.detector.check()  # that a race was found says more
             raise PeerLostError(
                 f"{what} while this rank waited on segment {self._segment!r}",
                 fix=fix,

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     Listener = Callable[[str, int, Extent, str, bool], None]
 
-__all__ = ["Meetings", "RaceDetector", "source_line", "touch", "touch_bytes"]
+__all__ = ["RaceDetector", "WatchedSegment", "source_line", "touch", "touch_bytes"]
 
 _EXPECTED = "a barrier, or a collective that synchronizes, behind the one and before the other"
 
@@ -157,6 +157,16 @@ class WatchedSegment:
             self._seen.add(key)
             return None
         return Touch(self, mine)
+
+    def arrive(self, group: str, number: int) -> None:
+        """This rank is about to arrive at a barrier of ``group`` for the ``number``-th time."""
+        self.detector.publish([self], _key("segment", group), number)
+
+    def met(self, group: str, number: int, ranks: Iterable[int]) -> None:
+        """Those ranks, of the default process group, have arrived there, too."""
+        for rank in ranks:
+            if rank in self.peers:
+                self.detector.join(self.peers[rank], _key("segment", group), number)
 
     def _buffers(self, extent: Extent) -> str:
         names = [n for low, high, n in self.placements if low < extent.high and high > extent.low]
@@ -336,23 +346,6 @@ def _clock(rank: int, size: int) -> NDArray[np.int64]:
         # Later than that of a process that had this rank before, of which peers may still know.
         clock[rank] = time.time_ns() // 1000
     return clock
-
-
-class Meetings:
-    """Carries clocks through the barriers of one group, by torch's name, on one segment."""
-
-    def __init__(self, segment: WatchedSegment, group: str, ranks: Sequence[int]) -> None:
-        self.detector, self._segment, self._key = segment.detector, segment, _key("segment", group)
-        self._ranks = [r for r in ranks if r in segment.peers]
-
-    def arrive(self, number: int) -> None:
-        """This rank is about to arrive for the ``number``-th time."""
-        self.detector.publish([self._segment], self._key, number)
-
-    def met(self, number: int) -> None:
-        """All ranks have arrived."""
-        for rank in self._ranks:
-            self.detector.join(self._segment.peers[rank], self._key, number)
 
 
 def _key(kind: str, group: str) -> int:

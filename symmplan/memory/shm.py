@@ -22,7 +22,6 @@ from symmplan.errors import BackendError
 from symmplan.memory.control import ControlArea, Meeting, layout
 from symmplan.memory.counterparts import HostsMeeting, connections_of, counterparts_of
 from symmplan.memory.race_log import RaceLog, log_nbytes
-from symmplan.memory.races import Meetings, RaceDetector, WatchedSegment
 from symmplan.memory.shm_file import (
     SharedFile,
     closing_fd,
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from symmplan.coordination.groups import Group
     from symmplan.memory.counterparts import Counterparts
     from symmplan.memory.health import Health
+    from symmplan.memory.races import RaceDetector, WatchedSegment
     from symmplan.memory.segment import Allocation, Segment
     from symmplan.model import SegmentSpec
 
@@ -278,9 +278,6 @@ class ShmBackend:
             if own.watched is not None and offer.log:
                 log = RaceLog(memory, offer.log, own.watched.detector.size)
                 own.watched.add_peer(offer.world_rank, log, peers[-1].data_ptr(), offer.nbytes)
-        order = None
-        if own.watched is not None:
-            order = Meetings(own.watched, group.torch_name, [o.world_rank for o in offers.values()])
         make: Callable[..., Meeting] = Meeting
         if counterparts is not None:
             make = functools.partial(HostsMeeting, counterparts=counterparts)
@@ -293,7 +290,8 @@ class ShmBackend:
             segment=segment.spec.name,
             timeout=segment.timeout,
             on_failure=segment.health.break_,
-            order=order,
+            watched=own.watched,
+            world=[offer.world_rank for offer in offers.values()],
             near=tuple(offers),
         )
         segment.add_rendezvous(meeting)
