@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from symmplan.coordination.groups import Group
 
 __all__ = [
-    "Alarm",
     "SessionKeys",
     "current_keys",
     "enter_session",
@@ -91,6 +90,36 @@ class SessionKeys:
         """
         return posted_error(self.group, f"{self._prefix}/error") if self.group.size > 1 else None
 
+    def ring(self, error: BaseException) -> None:
+        """Tell the others of ``error`` outside of any exchange. Never raises.
+
+        The first error of any rank stays, until the keys are renewed. Neither this nor `heard` does
+        anything in a group of one rank, or in a process that was forked from a rank.
+        """
+        if self._silent:
+            return
+        with contextlib.suppress(Exception):  # the store may be what failed
+            store, key = self.group.store, f"{self.prefix}/alarm"
+            if store.add(f"{key}/rung", 1) == 1:
+                store.set(key, json.dumps(_as_data(error, self.group.rank)))
+
+    def heard(self, patience: float = 0.0) -> SymmplanError | None:
+        """The error of a peer's `ring`; None if there was none within ``patience`` seconds."""
+        deadline = time.monotonic() + patience
+        while not self._silent:
+            try:
+                error = posted_error(self.group, f"{self.prefix}/alarm")
+            except Exception:  # noqa: BLE001 (the store may be what failed)
+                return None
+            if error is not None or time.monotonic() >= deadline:
+                return error
+            time.sleep(_POLL)
+        return None
+
+    @property
+    def _silent(self) -> bool:
+        return self.group.size == 1 or self.group.forked
+
     def leave(self) -> None:
         """The session is over on this rank. Never raises."""
         if PROCESS.session_keys is self:
@@ -101,46 +130,6 @@ class SessionKeys:
                 store.set(f"symmplan/in session/{self.group.rank}", "0")
                 if store.check([key]):
                     _count_to(self.group, "calls", int(store.get(key)))
-
-
-class Alarm:
-    """One error, the first, for all ranks of a session, until its keys are renewed.
-
-    It is told outside of any exchange: what one rank rings, all ranks hear. Rings and hears nothing
-    in a group of one rank, and in a process that was forked from a rank.
-
-    Args:
-        keys: Of the session.
-    """
-
-    def __init__(self, keys: SessionKeys) -> None:
-        self._group = keys.group
-        self._key = f"{keys.prefix}/alarm"
-
-    @property
-    def _silent(self) -> bool:
-        return self._group.size == 1 or self._group.forked
-
-    def ring(self, error: BaseException) -> None:
-        """Tell the others of ``error``, unless somebody was first. Never raises."""
-        if self._silent:
-            return
-        with contextlib.suppress(Exception):  # the store may be what failed
-            if self._group.store.add(f"{self._key}/rung", 1) == 1:
-                self._group.store.set(self._key, json.dumps(_as_data(error, self._group.rank)))
-
-    def heard(self, patience: float = 0.0) -> SymmplanError | None:
-        """A peer's error; None if there was no alarm within ``patience`` seconds."""
-        deadline = time.monotonic() + patience
-        while not self._silent:
-            try:
-                error = posted_error(self._group, self._key)
-            except Exception:  # noqa: BLE001 (the store may be what failed)
-                return None
-            if error is not None or time.monotonic() >= deadline:
-                return error
-            time.sleep(_POLL)
-        return None
 
 
 def current_keys() -> SessionKeys | None:

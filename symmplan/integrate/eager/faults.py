@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from symmplan.coordination.own import own_work
-from symmplan.coordination.sessions import Alarm, SessionKeys
 from symmplan.errors import RunError, SymmplanError
 from symmplan.integrate.eager.schedule import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from symmplan.coordination.sessions import SessionKeys
     from symmplan.integrate.eager.kernels import Cursor
     from symmplan.integrate.eager.schedule import Event
 
@@ -56,7 +56,6 @@ class Faults:
     def __init__(self, keys: SessionKeys, on_failure: Callable[[BaseException], None]) -> None:
         self._keys = keys
         self._on_failure = on_failure
-        self._alarm = Alarm(keys)
         self.failed = False
         self.told: BaseException | None = None
 
@@ -68,7 +67,7 @@ class Faults:
         """
         if not self.failed:
             return
-        self.told = self._alarm.heard() or RunError(
+        self.told = self._keys.heard() or RunError(
             "an eager session was used after it failed",
             fix="call session.replan() on every rank, or leave the session",
             **self._keys.group.here,
@@ -164,7 +163,7 @@ class Faults:
         self.told = error
         if not self.failed:
             self.failed = True
-            self._alarm.ring(error)
+            self._keys.ring(error)
             self._on_failure(error)
 
     @contextlib.contextmanager
@@ -188,7 +187,7 @@ class Faults:
             SymmplanError: What a peer failed with, if that is why.
         """
         waited = isinstance(error, SymmplanError)  # and may have ended before the alarm rang
-        told = self._alarm.heard(_PATIENCE if waited else 0.0)
+        told = self._keys.heard(_PATIENCE if waited else 0.0)
         self.fail(told or error)
         if told is not None:
             raise told from None
