@@ -149,17 +149,15 @@ def resolve_backend(
             fix='pass memory="auto"',
             memory=memory,
         )
+    from symmplan.memory.local import LocalBackend
+
     world = current()
     if world is not None:
-        from symmplan.memory.local import SimulatedBackend
-
-        return SimulatedBackend(world)
+        return LocalBackend(world)
     alone = all(group.size == 1 for group in groups.values())
     if memory == "auto":
         memory = _automatic(device, groups, alone=alone)
     if memory == "local":
-        from symmplan.memory.local import LocalBackend
-
         if not alone:
             large = next(group for group in groups.values() if group.size > 1)
             raise _misfit(

@@ -22,14 +22,21 @@ if TYPE_CHECKING:
     from symmplan.memory.segment import Allocation, Segment
     from symmplan.model import SegmentSpec
 
-__all__ = ["LocalBackend", "SimulatedBackend"]
+__all__ = ["LocalBackend"]
 
 
 class LocalBackend:
-    """Groups of one rank, on any device."""
+    """Groups of one rank, on any device; in a simulated world of any size, without bytes.
 
-    name = "local"
+    Args:
+        world: The world that is simulated; None if there is none.
+    """
+
     frees = True
+
+    def __init__(self, world: World | None = None) -> None:
+        self.name = "local" if world is None else world.memory
+        self._world = world
 
     def allocate(
         self,
@@ -39,61 +46,33 @@ class LocalBackend:
         health: Health,  # noqa: ARG002
         part: torch.Tensor | None = None,
     ) -> Allocation:
-        """A plain tensor."""
-        if part is not None:
-            return part, None
-        try:
-            return torch.empty(spec.nbytes, dtype=torch.uint8, device=device), None
-        except (MemoryError, RuntimeError) as error:
-            raise OutOfSharedMemoryError(
-                f"no memory for segment {spec.name!r} on {device}: {str(error).splitlines()[0]}",
-                expected=f"{spec.nbytes} bytes",
-                fix="make the plan smaller",
-                segment=spec.name,
-                nbytes=spec.nbytes,
-            ) from error
+        """A plain tensor, or a fake one."""
+        tensor = part
+        if tensor is None:
+            try:
+                with torch.inference_mode(mode=False):  # it outlives the program's mode
+                    tensor = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
+            except (MemoryError, RuntimeError) as error:
+                raise OutOfSharedMemoryError(
+                    f"no memory for segment {spec.name!r} on {device}: "
+                    f"{str(error).splitlines()[0]}",
+                    expected=f"{spec.nbytes} bytes",
+                    fix="make the plan smaller",
+                    segment=spec.name,
+                    nbytes=spec.nbytes,
+                ) from error
+        if self._world is not None:
+            self._world.is_segment(tensor)
+        return tensor, None
 
     def rendezvous(self, segment: Segment, group: Group, exchange: Exchange) -> None:  # noqa: ARG002
-        """All ranks are this process.
+        """All ranks are this process; a world hears of the segment the first time.
 
         Collective: no.
         """
+        if self._world is not None and not segment.rendezvous:
+            self._world.segments.append(segment)
         segment.add_rendezvous(Rendezvous(group, (segment.tensor,) * group.size))
 
     def settle(self) -> None:
         """Nothing was needed."""
-
-
-class SimulatedBackend(LocalBackend):
-    """Segments without bytes, for any device and groups of any size.
-
-    Args:
-        world: The world that is simulated.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.name = world.memory
-        self._world = world
-
-    def allocate(
-        self,
-        spec: SegmentSpec,
-        device: torch.device,
-        groups: Sequence[Group],
-        health: Health,
-        part: torch.Tensor | None = None,
-    ) -> Allocation:
-        """A fake tensor."""
-        with torch.inference_mode(mode=False):
-            tensor, token = super().allocate(spec, device, groups, health, part)
-        self._world.is_segment(tensor)
-        return tensor, token
-
-    def rendezvous(self, segment: Segment, group: Group, exchange: Exchange) -> None:
-        """The first time, the world hears of the segment.
-
-        Collective: no.
-        """
-        if not segment.rendezvous:
-            self._world.segments.append(segment)
-        super().rendezvous(segment, group, exchange)
