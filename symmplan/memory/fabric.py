@@ -10,20 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import struct
 
 __all__ = ["fabric_of"]
 
 _COMPLETED = 3
 _NO_DOMAIN = bytes(16)
-
-
-class _FabricInfo(ctypes.Structure):
-    _fields_ = (
-        ("cluster", ctypes.c_ubyte * 16),
-        ("status", ctypes.c_uint),
-        ("clique", ctypes.c_uint),
-        ("state", ctypes.c_ubyte),
-    )
+#: ``nvmlGpuFabricInfo_t``: cluster, status, clique, state.
+_INFO = struct.Struct("@16sIIB3x")
 
 
 def fabric_of(uuid: str) -> str:
@@ -41,11 +35,13 @@ def fabric_of(uuid: str) -> str:
         return ""
     with contextlib.ExitStack() as stack:
         stack.callback(nvml.nvmlShutdown)
-        device, info = ctypes.c_void_p(), _FabricInfo()
+        device, info = ctypes.c_void_p(), ctypes.create_string_buffer(_INFO.size)
         name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
         if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(device)):
             return ""
-        if asked(device, ctypes.byref(info)) or info.status or info.state != _COMPLETED:
+        if asked(device, ctypes.byref(info)):
             return ""
-        cluster = bytes(info.cluster)
-        return "" if cluster == _NO_DOMAIN else f"{cluster.hex()}/{info.clique}"
+        cluster, status, clique, state = _INFO.unpack(info.raw)
+        if status or state != _COMPLETED or cluster == _NO_DOMAIN:
+            return ""
+        return f"{cluster.hex()}/{clique}"
