@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from symmplan.coordination.groups import Group
     from symmplan.memory.races import WatchedSegment
 
-__all__ = ["ControlArea", "Meeting", "layout"]
+__all__ = ["ControlArea", "Meeting", "layout", "wait_until"]
 
 _LINE = 8  # words of 8 bytes: a cache line, so that one rank's stores do not disturb another's
 _PROGRESS = slice(1, 5)  # of a group's part, behind the counter
@@ -88,6 +88,31 @@ def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
     """The word at which each group's part of a control area starts, and the area's bytes."""
     *starts, end = itertools.accumulate(map(_group_words, sizes), initial=_HEADER)
     return starts, 8 * end
+
+
+def wait_until(done: Callable[[], bool], look: Callable[[], None], timeout: float) -> bool:
+    """Give the processor to others, first a little, then more; whether it was done in time.
+
+    Args:
+        done: Whether there is nothing to wait for any more.
+        look: Called now and then; what it raises ends the wait.
+        timeout: Seconds that it may take.
+    """
+    began = time.monotonic()
+    next_look, pause = began + _LIVENESS_PERIOD, _SHORTEST_SLEEP
+    while not done():
+        now = time.monotonic()
+        if now - began < _YIELD_SECONDS:
+            os.sched_yield()
+            continue
+        if now >= next_look:
+            look()
+            next_look = now + _LIVENESS_PERIOD
+        if now - began >= timeout:
+            return False
+        time.sleep(pause)
+        pause = min(pause * 1.2, _LONGEST_SLEEP)
+    return True
 
 
 class ControlArea:
@@ -302,26 +327,10 @@ class Meeting(Rendezvous):
         self._fence()
 
     def _wait_long(self, timeout: float) -> None:
-        """Give the processor to others, first a little, then more.
-
-        If the wait ends early, also by Ctrl-C, the peers' accesses are unknown.
-        """
-        began = time.monotonic()
-        next_look = began + _LIVENESS_PERIOD
-        pause = _SHORTEST_SLEEP
+        """If the wait ends early, also by Ctrl-C, the peers' accesses are unknown."""
         try:
-            while self._absent():
-                now = time.monotonic()
-                if now - began < _YIELD_SECONDS:
-                    os.sched_yield()
-                    continue
-                if now >= next_look:
-                    self._look_for_the_dead()
-                    next_look = now + _LIVENESS_PERIOD
-                if now - began >= timeout:
-                    self._give_up(timeout)
-                time.sleep(pause)
-                pause = min(pause * 1.2, _LONGEST_SLEEP)
+            if not wait_until(lambda: not self._absent(), self._look_for_the_dead, timeout):
+                self._give_up(timeout)
         except BaseException as error:
             self._on_failure(error, self._because)
             raise

@@ -21,7 +21,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from functools import cached_property
@@ -33,7 +32,7 @@ from symmplan.coordination.exchange import processes_of
 from symmplan.coordination.groups import listed
 from symmplan.coordination.sessions import post_error, posted_error
 from symmplan.errors import PeerLostError, RunError
-from symmplan.memory.control import Meeting
+from symmplan.memory.control import Meeting, wait_until
 from symmplan.memory.kernels import as_bytes
 from symmplan.process import PROCESS
 from symmplan.torch_private import c10d
@@ -46,9 +45,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Counterparts", "HostsMeeting", "connections_of", "counterparts_of"]
 
-_YIELD_SECONDS = 0.002
-_SHORTEST_SLEEP, _LONGEST_SLEEP = 0.00002, 0.0005
-_LOOK_PERIOD = 0.05
 _END_PERIOD = 0.1
 
 
@@ -152,26 +148,14 @@ class Counterparts:
             PeerTimeoutError: They did not come within the timeout.
             SymmplanError: What ``look`` raises.
         """
-        began = time.monotonic()
-        next_look, pause = began + _LOOK_PERIOD, _SHORTEST_SLEEP
-        while not work.is_completed():
-            now = time.monotonic()
-            if now - began < _YIELD_SECONDS:
-                os.sched_yield()
-                continue
-            if now >= next_look:
-                look()
-                next_look = now + _LOOK_PERIOD
-            if now - began >= timeout:
-                raise self._group.timed_out(self._others, "for ranks of other hosts", timeout)
-            time.sleep(pause)
-            pause = min(pause * 1.2, _LONGEST_SLEEP)
+        where = "for ranks of other hosts"
+        if not wait_until(work.is_completed, look, timeout):
+            raise self._group.timed_out(self._others, where, timeout)
         self._pending.remove(work)
         try:
             work.wait()
         except RuntimeError as error:
             if "Timed out" in str(error):
-                where = "for ranks of other hosts"
                 raise self._group.timed_out(self._others, where, timeout) from None
             look()
             raise self._lost(str(error).splitlines()[0]) from None
