@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from symmplan.coordination.agreement import agree as agree
-from symmplan.errors import NotSymmetricError as NotSymmetricError
+from symmplan.coordination.agreement import agree
+from symmplan.errors import NotSymmetricError
 from symmplan.memory import ops as ops  # registers torch.ops.symmplan.*
-from symmplan.memory.arena import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
-from symmplan.memory.arena import Arena as Arena
-from symmplan.memory.arena import realize as realize
-from symmplan.memory.backends import BACKENDS as BACKENDS
-from symmplan.memory.backends import Backend as Backend
-from symmplan.memory.backends import resolve_backend as resolve_backend
-from symmplan.memory.health import Health as Health
-from symmplan.memory.placed_tensor import PlacedTensor as PlacedTensor
-from symmplan.memory.placed_tensor import handle as handle
-from symmplan.memory.segment import Rendezvous as Rendezvous
-from symmplan.memory.segment import Segment as Segment
-from symmplan.memory.segment import locate as locate
+from symmplan.memory.arena import DEFAULT_TIMEOUT, Arena, realize
+from symmplan.memory.backends import BACKENDS, Backend, resolve_backend
+from symmplan.memory.health import Health
+from symmplan.memory.placed_tensor import PlacedTensor, handle
+from symmplan.memory.segment import Rendezvous, Segment, locate
 
 __all__ = [
     "BACKENDS",
