@@ -58,7 +58,7 @@ ASKED = {
 #: Why a name is the same on all ranks.
 AGREED = {
     "the plan, and what was agreed with it": """
-        Pushes Where _arenas _bounds _storage _layout _one_sided
+        Pushes Where _arenas _bounds storage layout _one_sided
         _outputs _peers _plain _pushes _run bisect_left call carried
         chosen collectives counts zero_copy unshards exchange get groups
         index live meeting memory nbytes offset offsets other p

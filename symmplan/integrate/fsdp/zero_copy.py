@@ -64,14 +64,19 @@ class ZeroCopyUnshard:
         runtime: The model's `symmplan.integrate.fsdp.runtime.Runtime`.
         site: Name of the module in the model.
         group: FSDP2's parameter group.
+
+    Attributes:
+        site: The same.
+        layout: How the parameters would lie in a placement; None if they cannot.
+        storage: Where the parameters live; None: where FSDP2 puts them.
     """
 
     def __init__(self, runtime: Any, site: str, group: Any) -> None:
         self.site = site
         self._runtime = runtime
         self._group = group
-        self._layout: Layout | None = None
-        self._storage: ParameterStorage | None = None
+        self.layout: Layout | None = None
+        self.storage: ParameterStorage | None = None
         self._lease: Lease | None = None
         # What was gathered, while somebody else has the bytes.
         self._saved: torch.Tensor | None = None
@@ -89,16 +94,6 @@ class ZeroCopyUnshard:
         return list(self._group.fsdp_params)
 
     @property
-    def layout(self) -> Layout | None:
-        """How the parameters would lie in a placement; None if they cannot."""
-        return self._layout
-
-    @property
-    def storage(self) -> ParameterStorage | None:
-        """Where the parameters live; None: where FSDP2 puts them."""
-        return self._storage
-
-    @property
     def group(self) -> str:
         """Name of the process group that gathers."""
         return c10d.group_name(fsdp2_in_place.group_of(self._group))
@@ -110,7 +105,7 @@ class ZeroCopyUnshard:
             storage: Where.
             kept: Whether FSDP2 is not to reshard them after forward.
         """
-        self._storage = storage
+        self.storage = storage
         if kept and self._kept is None:
             self._kept = fsdp2.keep_after_forward(self._group)
 
@@ -124,11 +119,11 @@ class ZeroCopyUnshard:
         group = self._group
         self._look()
         there = self._is_there()
-        if self._storage is not None and not there and not self._methods.unchanged():
+        if self.storage is not None and not there and not self._methods.unchanged():
             free = not autograd.in_backward()
             if free and self._everywhere(self.can_leave):
                 self.leave()
-        if self._layout is None:
+        if self.layout is None:
             self._methods.call_own(fsdp2_in_place.UNSHARD, async_op)
             return
         if there:
@@ -138,12 +133,12 @@ class ZeroCopyUnshard:
             return
         key = self.key(backward=autograd.in_backward())
         self._runtime.arrive(key, group.device)
-        if self._storage is None:
+        if self.storage is None:
             self._methods.call_own(fsdp2_in_place.UNSHARD, async_op)
             return
         streams = self._streams(async_op=async_op)
         if not self._runtime.occupancy.crowded(self):
-            self._start(key, self._storage, streams)
+            self._start(key, self.storage, streams)
         else:
             shards, copied = self._copied_shards(streams[0])
             asked = Asked(key=key, streams=streams, shards=shards, copied=copied)
@@ -156,11 +151,11 @@ class ZeroCopyUnshard:
         Collective: yes.
         """
         asked = self._asked
-        if asked is None or self._storage is None:
+        if asked is None or self.storage is None:
             return True
         if self._runtime.occupancy.crowded(self):
             return False
-        self._start(asked.key, self._storage, asked.streams)
+        self._start(asked.key, self.storage, asked.streams)
         return True
 
     def wait_for_unshard(self) -> None:
@@ -168,7 +163,7 @@ class ZeroCopyUnshard:
 
         Collective: where the gather was put off.
         """
-        group, storage = self._group, self._storage
+        group, storage = self._group, self.storage
         if storage is not None and self._asked is not None:
             key = self.key(backward=autograd.in_backward())
             self._start(key, storage, self._streams(async_op=False))
@@ -212,8 +207,8 @@ class ZeroCopyUnshard:
 
     def key(self, *, backward: bool) -> Key:
         """By what its gather is recognised."""
-        assert self._layout is not None
-        return self._layout.key(self.site, backward=backward)
+        assert self.layout is not None
+        return self.layout.key(self.site, backward=backward)
 
     @property
     def has_bytes(self) -> bool:
@@ -231,7 +226,7 @@ class ZeroCopyUnshard:
     @property
     def awaits_backward(self) -> bool:
         """Whether a graph that was not used yet has views of the parameters."""
-        return self._storage is not None and self._storage.viewed and fsdp2.in_step(self._group)
+        return self.storage is not None and self.storage.viewed and fsdp2.in_step(self._group)
 
     def can_leave(self) -> bool:
         """Whether the parameters can move to memory of their own: no graph has views of them.
@@ -240,14 +235,14 @@ class ZeroCopyUnshard:
         shards as they are by then.
         """
         begun = isinstance(fsdp2_in_place.result_of(self._group), Gathered)
-        return self._storage is None or not (self._storage.viewed or begun)
+        return self.storage is None or not (self.storage.viewed or begun)
 
     def step_aside(self) -> bool:
         """Let somebody else have the bytes, on this rank alone; whether that can be.
 
         See [Note: somebody is in the bytes].
         """
-        group, storage = self._group, self._storage
+        group, storage = self._group, self.storage
         if storage is None or not self.has_bytes:
             self._drop()
             return True
@@ -269,7 +264,7 @@ class ZeroCopyUnshard:
         """FSDP2's own gathers from now on, as somebody has replaced its methods."""
         self._move_out()
         self._let_go()
-        self._layout = None
+        self.layout = None
         self._runtime.left(self.site, OTHERS)
 
     def vacate(self) -> None:
@@ -304,7 +299,7 @@ class ZeroCopyUnshard:
         if self._methods.unchanged() and fsdp2_in_place.has_torchs_methods(self._group):
             found = layout_of(self._group)
         self._looked = found is not None
-        self._layout = found if isinstance(found, Layout) else None
+        self.layout = found if isinstance(found, Layout) else None
         if found is not None:
             self._runtime.can_lie(self.site, found)
 
@@ -316,10 +311,10 @@ class ZeroCopyUnshard:
     def _move_out(self) -> None:
         """Into memory of their own, for good; what somebody else has the bytes of is there."""
         self._saved = None
-        if self._storage is not None:
+        if self.storage is not None:
             filled = self._group.is_unsharded
-            self._storage.move_out(self._group.fsdp_params, filled=filled, for_good=True)
-        self._storage = None
+            self.storage.move_out(self._group.fsdp_params, filled=filled, for_good=True)
+        self.storage = None
 
     def _let_go(self, *, after_forward: bool = False) -> None:
         """The module does not use its bytes any more."""
@@ -342,8 +337,8 @@ class ZeroCopyUnshard:
         return streams(self._group, async_op=async_op) if on_cuda else (None, None)
 
     def _shards(self) -> list[torch.Tensor]:
-        assert self._layout is not None
-        return shards_of(self._group, self._layout, self.site)
+        assert self.layout is not None
+        return shards_of(self._group, self.layout, self.site)
 
     def _copied_shards(self, stream: Any) -> tuple[list[torch.Tensor], Any]:
         """Copies of the shards as FSDP2 would gather them now, and an event behind that."""
