@@ -24,7 +24,6 @@ FILES = [
     "integrate/fsdp/parameter_storage.py",
     "integrate/fsdp/layout.py",
     "integrate/fsdp/memory.py",
-    "integrate/fsdp/occupancy.py",
     "integrate/fsdp/push.py",
     "integrate/fsdp/runtime.py",
     "integrate/fsdp/schedule.py",
@@ -58,11 +57,11 @@ ASKED = {
 #: Why a name is the same on all ranks.
 AGREED = {
     "the plan, and what was agreed with it": """
-        Pushes Where _arenas _bounds storage layout _one_sided
-        _outputs _peers _plain _pushes _run bisect_left call carried
+        Pushes _arenas _bounds storage layout _one_sided
+        _outputs _peers _plain _pushes _run begin bisect_left call carried end
         chosen collectives counts zero_copy unshards exchange get groups
         index live meeting memory nbytes offset offsets other p
-        place reason received schedule segment segments site scheduled
+        place reason received schedule segment segments site
         tensor view algorithm parts
     """,
     "types and sizes of parameters, and of what their own tensors give to a gather": """
@@ -72,8 +71,8 @@ AGREED = {
         Key _arrived _last _unmet again to flat _log _modules _next _reduced _seen
         _site _slot _strange _tries _waiting _was_backward base buffer
         dtype element_size exchanges factor_of gathers group_name in_backward
-        kind log numel occupancy of_backward pop prod ran removeprefix replans
-        scatters served shape target async_op op output_tensor
+        kind log numel of_backward pop prod ran removeprefix replans
+        scatters served shape target async_op op output_tensor values
     """,
     "FSDP2's own state, which its calls alone change": """
         Asked Gathered _outside fsdp_params shard_of result_of state_name group_of
@@ -301,8 +300,8 @@ def test_the_tables_have_nothing_else():
             "optimizer_steps",
         ),
         (
-            "integrate/fsdp/occupancy.py",
-            "        mine = module.storage\n",
+            "integrate/fsdp/runtime.py",
+            "        mine = unshard.storage\n",
             "        if not self.alive:\n            return False\n",
             "alive",
         ),

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from symmplan.integrate.fsdp.push import Pushes
     from symmplan.integrate.fsdp.runtime import Runtime
-    from symmplan.integrate.fsdp.slots import Slot, Where
+    from symmplan.integrate.fsdp.slots import Slot
 
 __all__ = ["PlannedAllGather", "PlannedReduceScatter"]
 
@@ -90,12 +91,12 @@ class PlannedAllGather(_Planned, _GatherBase):  # type: ignore[valid-type, misc]
             slot,
             output_tensor,
             group,
-            lambda where: gathers(
+            lambda target, over: gathers(
                 self._runtime.memory.name,
                 self._plain,
-                where.target,
-                _part(input_tensor, output_tensor, where.target),
-                where.group,
+                target,
+                _part(input_tensor, output_tensor, target),
+                over,
                 async_op=async_op,
                 site=self._site,
             ),
@@ -176,20 +177,23 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
             elif total is not output_tensor:
                 output_tensor.copy_(total)
 
-        def reduced(where: Where) -> Callable[[], Any] | None:
-            if where.pushes is not None:
+        def reduced(
+            target: torch.Tensor,
+            over: dist.ProcessGroup,
+            received: torch.Tensor | None = None,
+            pushes: Pushes | None = None,
+        ) -> Callable[[], Any] | None:
+            if pushes is not None:
                 add = added is not None
-                return where.pushes.reduce(
-                    output_tensor, op, input_tensor.dtype, otherwise, add=add
-                )
-            if where.received is not None:
-                return exchanges(output_tensor, where.target, where.received, where.group, op)
+                return pushes.reduce(output_tensor, op, input_tensor.dtype, otherwise, add=add)
+            if received is not None:
+                return exchanges(output_tensor, target, received, over, op)
             return scatters(
                 self._runtime.memory.name,
                 self._plain,
                 output_tensor,
-                where.target,
-                where.group,
+                target,
+                over,
                 op,
                 async_op=async_op,
                 site=self._site,

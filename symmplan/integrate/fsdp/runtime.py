@@ -21,9 +21,8 @@ from symmplan.coordination.own import own_work
 from symmplan.errors import CaptureError, RunError
 from symmplan.integrate.fsdp import reasons
 from symmplan.integrate.fsdp.memory import Memory
-from symmplan.integrate.fsdp.occupancy import Occupancy
 from symmplan.integrate.fsdp.planning import Planning
-from symmplan.integrate.fsdp.slots import Counts, Slot, Where
+from symmplan.integrate.fsdp.slots import Counts, Slot
 from symmplan.process import PROCESS
 from symmplan.runtime.executor import Executor
 from symmplan.runtime.listening import leave, listen
@@ -37,10 +36,8 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from symmplan.integrate.fsdp.layout import Layout
     from symmplan.integrate.fsdp.schedule import Schedule, ScheduledCollective
     from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
-    from symmplan.model import Placement
     from symmplan.runtime.observe import Expected
     from symmplan.runtime.options import Options
     from symmplan.runtime.tenants import Tenant
@@ -69,7 +66,6 @@ class Runtime:
         memory: The plan's memory.
         planning: Makes the plan.
         counts: See `Counts`.
-        occupancy: Which modules have bytes for their parameters.
         schedule: The plan's collectives; None while recording.
         executor: Runs the collectives.
     """
@@ -87,7 +83,8 @@ class Runtime:
         self._last: dict[str, tuple[Recording, int]] = {}
         # Where those are recorded that were put off.
         self._early: dict[Key, tuple[Recording, int]] = {}
-        self.occupancy = Occupancy()
+        #: By site the modules that are unsharded in placements, or about to be.
+        self._unsharded: dict[str, ZeroCopyUnshard] = {}
         self._waiting: list[ZeroCopyUnshard] = []
         self._arrived: Key | None = None
         # What decides when to freeze. See [Note: when the plan is frozen].
@@ -185,10 +182,10 @@ class Runtime:
     def gathering(self, unshard: ZeroCopyUnshard, key: Key) -> None:
         """A module's parameters are gathered where they live."""
         self._arrived = None
-        if self.occupancy.crowded(unshard):
+        if self.crowded(unshard):
             self.counts.because(reasons.CROWDED)
             self._strange = True
-        self.occupancy.begin(unshard)
+        self._unsharded[unshard.site] = unshard
         self._follow(key)
         self._was_backward = key.of_backward
         self.counts.bound += 1
@@ -213,11 +210,6 @@ class Runtime:
         if self._log is not None:
             self._early[key] = (self._log, self._log.begin(key, key.nbytes))
 
-    def _made_room(self) -> None:
-        """Bytes are free; those get them that wait for room, in their order."""
-        while self._waiting and self._waiting[0].start_early():
-            self._waiting.pop(0)
-
     def released(self, site: str, *, after_forward: bool) -> None:
         """A module is done with its parameters, ``after_forward`` if because that was done.
 
@@ -226,20 +218,24 @@ class Runtime:
         log, index = self._last.pop(site, (None, 0))
         if log is not None:
             log.release(index, after_forward=after_forward)
-        if self.occupancy.end(site):
-            self._made_room()
+        if self._unsharded.pop(site, None) is not None:
+            while self._waiting and self._waiting[0].start_early():
+                self._waiting.pop(0)
 
-    def can_lie(self, site: str, layout: Layout | str) -> None:
-        """How a module's parameters would lie in a placement; or why they cannot."""
-        if isinstance(layout, str):
-            self.planning.flat[site] = layout
-        else:
-            self.planning.layouts[site] = layout
+    def crowded(self, unshard: ZeroCopyUnshard) -> bool:
+        """Whether others are to have some of the bytes where a module's parameters live.
 
-    def left(self, site: str, why: str) -> None:
-        """A module's gathers are flat from now on."""
-        self.planning.layouts.pop(site, None)
-        self.planning.flat[site] = why
+        According to FSDP2's calls: all ranks make the same ones and come to the same answer, so it
+        may decide whether a prefetch begins. The bytes that are really held on one rank may differ;
+        see [Note: somebody is in the bytes] in `zero_copy`.
+        """
+        mine = unshard.storage
+        assert mine is not None
+        others = [other.storage for other in self._with_bytes() if other is not unshard]
+        return any(storage is not None and storage.overlaps(mine) for storage in others)
+
+    def _with_bytes(self) -> list[ZeroCopyUnshard]:
+        return [unshard for unshard in self._unsharded.values() if unshard.has_bytes]
 
     def _follow(self, key: Key) -> ScheduledCollective | None:
         if self.schedule is None:
@@ -262,7 +258,7 @@ class Runtime:
         slot: Slot | None,
         buffer: torch.Tensor,
         group: dist.ProcessGroup,
-        in_place: Callable[[Where], Callable[[], Any] | None],
+        in_place: Callable[..., Callable[[], Any] | None],
         plain: Callable[[torch.Tensor], Any],
         *,
         result: bool,
@@ -273,7 +269,10 @@ class Runtime:
             slot: The result of `open`.
             buffer: The all-gather's output or the reduce-scatter's input.
             group: Over which it runs.
-            in_place: Runs the collective in symmetric memory; None if that is not possible.
+            in_place: Given the bytes of the placement, like ``buffer``, and the process group, runs
+                the collective there; None if that is not possible. Also given, where there are
+                such, ``received``: the bytes of an all-to-all's output, or ``pushes``: what has
+                pushed the input.
             plain: Given ``buffer`` under another storage, runs it through the process group.
             result: Whether ``buffer`` is the output.
 
@@ -288,9 +287,10 @@ class Runtime:
             return plain(buffer)
         name = c10d.group_name(group)
         self.memory.groups.setdefault(name, group)
-        slot.run(name)
-        if slot.log is not None and slot.key.kind == "all_gather":
-            self._last[slot.key.site] = (slot.log, slot.index)
+        if slot.log is not None:
+            slot.log.run(slot.index, name)
+            if slot.key.kind == "all_gather":
+                self._last[slot.key.site] = (slot.log, slot.index)
         self._was_backward = slot.key.of_backward
         self._reduced = self._reduced or slot.key.kind == "reduce_scatter"
         reason, act = self._algorithm(slot, name, in_place)
@@ -332,42 +332,38 @@ class Runtime:
         return work
 
     def _algorithm(
-        self, slot: Slot, group: str, in_place: Callable[[Where], Callable[[], Any] | None]
+        self, slot: Slot, group: str, in_place: Callable[..., Callable[[], Any] | None]
     ) -> tuple[str, Callable[[], Any] | None]:
         """How to run a collective in its placement, or why not; the same on all ranks."""
         if self.schedule is None:
             return "", None
-        if slot.scheduled is None:
+        scheduled, memory = slot.scheduled, self.memory
+        if scheduled is None:
             self._strange = True
             return reasons.NOT_PLANNED, None
-        if slot.scheduled.place is None:
-            return slot.scheduled.algorithm.reason, None
-        if slot.scheduled.call.group != group:
+        if scheduled.place is None:
+            return scheduled.algorithm.reason, None
+        if scheduled.call.group != group:
             self._strange = True
             return reasons.OTHER_GROUP, None
         if not self.executor.serves:
             return "", None
-        if slot.scheduled.zero_copy:
+        if scheduled.zero_copy:
             self._strange = True
             return reasons.FLAT, None
-        if slot.scheduled.pushed and not slot.pushed:
+        if scheduled.pushed and not slot.pushed:
             self._strange = True
             return reasons.WIDER, None
+        over, dtype = memory.over(scheduled.call, scheduled.algorithm), slot.base.dtype
         if slot.pushed:
-            pushes = self.memory.pushes(slot.scheduled)
-            return reasons.OTHER_OP, in_place(Where(slot.base, group, pushes=pushes))
-        act = in_place(self._where(slot.scheduled, slot.scheduled.place, slot.base))
-        received = slot.scheduled.received
-        if act is None or received is None:
-            return reasons.OTHER_OP, act
-        return "", lambda: self.memory.alone(received, act)
-
-    def _where(self, scheduled: ScheduledCollective, place: Placement, base: torch.Tensor) -> Where:
-        memory = self.memory
-        received = None if scheduled.received is None else memory.at(scheduled.received, base.dtype)
-        return Where(
-            memory.at(place, base.dtype), memory.over(scheduled.call, scheduled.algorithm), received
-        )
+            return reasons.OTHER_OP, in_place(slot.base, over, pushes=memory.pushes(scheduled))
+        target, received = memory.at(scheduled.place, dtype), scheduled.received
+        if received is None:
+            return reasons.OTHER_OP, in_place(target, over)
+        act = in_place(target, over, received=memory.at(received, dtype))
+        if act is None:
+            return reasons.OTHER_OP, None
+        return "", lambda: memory.alone(received, act)
 
     # Freezing.
 
@@ -406,7 +402,7 @@ class Runtime:
     def _begin_stretch(self) -> None:
         """Record what comes, in case that it must be planned; what is unsharded is part of it."""
         log = self._log = Recording()
-        for unshard in self.occupancy:
+        for unshard in self._with_bytes():
             index = log.carry(unshard.key(backward=False), unshard.group)
             self._last[unshard.site] = log, index
 

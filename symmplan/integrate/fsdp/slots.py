@@ -6,7 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 
 from symmplan.integrate.fsdp import reasons
 from symmplan.integrate.fsdp.push import sent_as
@@ -16,29 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from symmplan.capture.fsdp_recording import Key, Recording
-    from symmplan.integrate.fsdp.push import Pushes
     from symmplan.integrate.fsdp.schedule import ScheduledCollective
     from symmplan.runtime.leases import Lease
     from symmplan.runtime.observe import Expected
 
-__all__ = ["Counts", "Slot", "Where"]
-
-
-@frozen(eq=False)
-class Where:
-    """Where a collective runs.
-
-    Attributes:
-        target: The bytes of its placement, as a tensor like the buffer that FSDP2 has.
-        group: The process group over which it runs.
-        received: Where the output of its all-to-all lies; None if it has none.
-        pushes: What has pushed its input; None if that lies in ``target``.
-    """
-
-    target: torch.Tensor
-    group: Any
-    received: torch.Tensor | None = None
-    pushes: Pushes | None = None
+__all__ = ["Counts", "Slot"]
 
 
 @define(eq=False)
@@ -168,11 +150,6 @@ class Slot:
             self.lease.drop()
         if self.log is not None:
             self.log.drop(self.index)
-
-    def run(self, group: str) -> None:
-        """The collective runs."""
-        if self.log is not None:
-            self.log.run(self.index, group)
 
     def ran(self, work: Any, *, done: bool) -> None:
         """It was issued on the current stream.

@@ -23,7 +23,7 @@ are cast straight into this rank's parts of it, and one coalesced gather fills t
     which are the same on all ranks. A program that keeps more modules unsharded than it did while
     it was recorded may find a gather's bytes in use. If FSDP2 asks for that gather ahead of time,
     it waits on all ranks until FSDP2 needs it; this follows from FSDP2's calls alone
-    (`Occupancy.crowded`). A gather that is needed now runs. The rank whose bytes are in use then
+    (`Runtime.crowded`). A gather that is needed now runs. The rank whose bytes are in use then
     copies the parameters that lie there aside: those without views in a graph move to memory of
     their own, and those that only a later backward pass reads are put back before it. If they
     cannot move, the gathered ones do. The program cannot go on only if two modules in use have
@@ -137,7 +137,7 @@ class ZeroCopyUnshard:
             self._methods.call_own(fsdp2_in_place.UNSHARD, async_op)
             return
         streams = self._streams(async_op=async_op)
-        if not self._runtime.occupancy.crowded(self):
+        if not self._runtime.crowded(self):
             self._start(key, self.storage, streams)
         else:
             shards, copied = self._copied_shards(streams[0])
@@ -153,7 +153,7 @@ class ZeroCopyUnshard:
         asked = self._asked
         if asked is None or self.storage is None:
             return True
-        if self._runtime.occupancy.crowded(self):
+        if self._runtime.crowded(self):
             return False
         self._start(asked.key, self.storage, asked.streams)
         return True
@@ -262,10 +262,11 @@ class ZeroCopyUnshard:
 
     def leave(self) -> None:
         """FSDP2's own gathers from now on, as somebody has replaced its methods."""
-        self._move_out()
-        self._let_go()
+        self.vacate()
         self.layout = None
-        self._runtime.left(self.site, OTHERS)
+        planning = self._runtime.planning
+        planning.layouts.pop(self.site, None)
+        planning.flat[self.site] = OTHERS
 
     def vacate(self) -> None:
         """The parameters have memory of their own until the next plan."""
@@ -299,9 +300,11 @@ class ZeroCopyUnshard:
         if self._methods.unchanged() and fsdp2_in_place.has_torchs_methods(self._group):
             found = layout_of(self._group)
         self._looked = found is not None
-        self.layout = found if isinstance(found, Layout) else None
-        if found is not None:
-            self._runtime.can_lie(self.site, found)
+        planning = self._runtime.planning
+        if isinstance(found, Layout):
+            self.layout = planning.layouts[self.site] = found
+        elif found is not None:
+            planning.flat[self.site] = found
 
     def _everywhere(self, condition: Callable[[], bool]) -> bool:
         """Whether it holds on all ranks. Collective: yes, over the group."""
