@@ -16,7 +16,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 
 from symmplan.capture.fsdp_memory import needed
 from symmplan.capture.fsdp_recording import Look
@@ -45,22 +45,7 @@ if TYPE_CHECKING:
     from symmplan.runtime.options import Options
     from symmplan.runtime.tenants import Tenant
 
-__all__ = ["Held", "Memory"]
-
-
-@frozen(eq=False)
-class Held:
-    """Segments for a plan.
-
-    Attributes:
-        arena: They.
-        engines: Communicators for copy engines that know them.
-        rendezvous: How many were made for them.
-    """
-
-    arena: Arena
-    engines: dict[str, Engines]
-    rendezvous: int
+__all__ = ["Memory"]
 
 
 class Memory:
@@ -175,7 +160,8 @@ class Memory:
         users = self.users(place)
         if users.holders(place.offset, place.end):
             return None
-        lease = Lease(stream=current_stream(self._device) if self._is_cuda else None)
+        stream = current_stream(self.device) if self.device.type == "cuda" else None
+        lease = Lease(stream=stream)
         users.take(place.offset, place.end, lease)
         return lease
 
@@ -210,10 +196,6 @@ class Memory:
                 work.wait()
             if result:
                 buffer.copy_(target)
-
-    @property
-    def _is_cuda(self) -> bool:
-        return self._device is not None and self._device.type == "cuda"
 
     # Groups.
 
@@ -339,14 +321,15 @@ class Memory:
             below=below,
         )
 
-    def prepare(self, plan: Plan) -> Held | None:
+    def prepare(self, plan: Plan) -> tuple[Arena, int] | None:
         """Make room for ``plan``: in what there is if it fits, else in other segments.
 
         Args:
             plan: What must fit.
 
         Returns:
-            The other segments, for `adopt` or `undo`; None if it fits.
+            The other segments and how many rendezvous these took, for `adopt` or `undo`; None if it
+            fits.
 
         Raises:
             AgreementError, BackendError, PeerTimeoutError: As `symmplan.memory.realize`.
@@ -362,36 +345,40 @@ class Memory:
             return None
         # Peers may reach into the old segments until their work is done, too.
         synchronize(self.device)
-        engines: dict[str, Engines] = {}
 
         def with_engines(arena: Arena) -> None:
-            if self._options.chosen(self.device) not in ("symmetric", "ordinary"):
-                engines.update(known_of(self.reached))
+            engines = self._known_engines()
             if engines:
                 register(arena, engines)
             warm_up(self.device)
 
-        arena, rendezvous = self.preparation.obtain(plan, self.device, groups, with_engines)
-        return Held(arena, engines, rendezvous)
+        return self.preparation.obtain(plan, self.device, groups, with_engines)
 
-    def undo(self, held: Held | None) -> None:
+    def _known_engines(self) -> dict[str, Engines]:
+        """Communicators for copy engines, where collectives may run by them."""
+        if self._options.chosen(self.device) in ("symmetric", "ordinary"):
+            return {}
+        return known_of(self.reached)
+
+    def undo(self, held: tuple[Arena, int] | None) -> None:
         """Give back what `prepare` made. Collective: no."""
         if held is not None:
             synchronize(self.device)
-            held.arena.give_back()
+            held[0].give_back()
 
-    def adopt(self, held: Held | None) -> None:
+    def adopt(self, held: tuple[Arena, int] | None) -> None:
         """Live in what `prepare` made from now on, which all ranks have.
 
         Collective: no.
         """
         if held is None:
             return
+        arena, rendezvous = held
         self._older += self._arenas
-        self._arenas[:] = [held.arena]
+        self._arenas[:] = [arena]
         self.let_go()
-        self.engines = held.engines
-        self.rendezvous += held.rendezvous
+        self.engines = self._known_engines()
+        self.rendezvous += rendezvous
         self._views.clear()
         self._pushes.clear()
 

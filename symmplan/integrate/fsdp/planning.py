@@ -134,7 +134,8 @@ class Planning:
         chosen = self._choose(recordings)
         recordings = merged(recordings, groups, self._options.timeout)
         prepare = functools.partial(self._prepared, recordings, chosen)
-        made = preparation.attempt(prepare, {**groups, **self.beside}, self._undo)
+        everybody = {**groups, **self.beside}
+        made = preparation.attempt(prepare, everybody, lambda made: memory.undo(made.held))
         plan, calls = made.plan, [p for stretch in made.stretches for p in stretch]
         memory.adopt(made.held)
         for number, needs in made.tenants.items():
@@ -172,9 +173,6 @@ class Planning:
             evolve(r, collectives=[evolve(call, sent="") for call in r.collectives])
             for r in recordings
         ]
-
-    def _undo(self, made: StepPlan) -> None:
-        self._memory.undo(made.held)
 
     def _agree(self) -> str:
         """Name of the memory backend, where all ranks were given the same options.
@@ -236,10 +234,11 @@ class Planning:
 
         Collective: yes, over all groups of the model.
         """
-        preparation, options = self._memory.preparation, self._options
+        memory, options = self._memory, self._options
+        preparation, groups = memory.preparation, memory.groups
         problem = StepProblem(
             recordings=recordings,
-            ranks=self._ranks(),
+            ranks={n: tuple(dist.get_process_group_ranks(g)) for n, g in groups.items()},
             zero_copy={site: x.nbytes for site, x in self.layouts.items()},
             algorithm=functools.partial(self._algorithm, chosen),
             effort=options.effort,
@@ -255,15 +254,18 @@ class Planning:
             made = problem.plan({}, demoted)
             return made.plan, demotables(made), made
 
+        def finished(made: StepPlan) -> StepPlan:
+            held = memory.prepare(made.plan)
+            return evolve(problem.advised(made, demotables(made)), held=held)
+
         room = None
         if preparation.refusal is None:
             # Who asks for more modules with bytes asks for more bytes.
-            room = self._memory.room(below=self.live is None)
+            room = memory.room(below=self.live is None)
             for tenants in self._tenants(recordings):
                 made = problem.plan(tenants, {})
                 if self._alike(made, tenants, room, recordings[0].collectives):
-                    held = self._memory.prepare(made.plan)
-                    return evolve(problem.advised(made, demotables(made)), held=held)
+                    return finished(made)
 
         def fitted(room: int | None) -> tuple[Plan, StepPlan]:
             first = recordings[0].collectives
@@ -271,12 +273,10 @@ class Planning:
 
         plan, made = fitted(room)
         if _lost(plan) and self.live is None and options.capacity is None:
-            more = fitted(self._memory.room(below=True, beyond=_BEYOND))
+            more = fitted(memory.room(below=True, beyond=_BEYOND))
             if _lost(more[0]) < _lost(plan):
                 plan, made = more
-        held = self._memory.prepare(plan)
-        made = evolve(made, plan=plan)
-        return evolve(problem.advised(made, demotables(made)), held=held)
+        return finished(evolve(made, plan=plan))
 
     def _tenants(self, recordings: Sequence[Recording]) -> list[dict[int, tuple[Buffer, ...]]]:
         """Who ran meanwhile and can live in suballocations; the same on all ranks.
@@ -393,11 +393,6 @@ class Planning:
         Collective: yes, over all groups.
         """
         return self._agree(), self._choose([recording]).choices
-
-    def _ranks(self) -> dict[str, tuple[int, ...]]:
-        """The global ranks of each group."""
-        groups = self._memory.groups
-        return {name: tuple(dist.get_process_group_ranks(g)) for name, g in groups.items()}
 
 
 def _concurrent(

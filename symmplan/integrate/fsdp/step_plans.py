@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture.fsdp import Planned
     from symmplan.capture.fsdp_recording import Call, Recording
-    from symmplan.integrate.fsdp.memory import Held
+    from symmplan.memory import Arena
     from symmplan.model import Algorithm, AlgorithmName, Buffer, Plan, Problem
     from symmplan.planner.budget import Demotable
 
@@ -39,14 +39,14 @@ class StepPlan:
         stretches: The collectives of each recording.
         tenants: The tenants that have bytes in it, too.
         demoted: ``{key of a demoted collective: its algorithm}``.
-        held: Its memory, once it has some.
+        held: What `symmplan.integrate.fsdp.memory.Memory.prepare` made for it.
     """
 
     plan: Plan
     stretches: Stretches
     tenants: Tenants = field(factory=dict)
     demoted: Demoted = field(factory=dict)
-    held: Held | None = None
+    held: tuple[Arena, int] | None = None
 
 
 @frozen(eq=False, kw_only=True)
