@@ -136,14 +136,10 @@ class Pushes:
             if fits:
                 self._copy(kept, slot, travels)
 
-        if self._stream is None:
-            if take is None or take():
-                push()
-            else:
-                self._late = push
-            return kept
-        self._stream.wait_stream(current_stream(self._stream.device))
-        with on_stream(self._stream):
+        stream = self._stream
+        if stream is not None:
+            stream.wait_stream(current_stream(stream.device))
+        with contextlib.nullcontext() if stream is None else on_stream(stream):
             wait_for(self._summed if again else self._met)
             if take is None or take():
                 push()
