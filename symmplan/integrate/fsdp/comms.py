@@ -38,30 +38,28 @@ class _Planned:
         plain: What FSDP2 used before.
     """
 
+    _kind: Literal["all_gather", "reduce_scatter"]
+
     def __init__(self, runtime: Runtime, site: str, plain: Any) -> None:
         self._runtime = runtime
         self._site = site
         self._plain = plain
         self._slot: Slot | None = None
 
-    def _open(
-        self,
-        kind: Literal["all_gather", "reduce_scatter"],
-        size: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """The buffer of the next collective."""
+        """The buffer of the next collective, of ``size`` elements."""
         numel = math.prod(int(extent) for extent in size)
         name = str(dtype).removeprefix("torch.")
-        key = Key(self._site, kind, numel, name, autograd.in_backward())
+        key = Key(self._site, self._kind, numel, name, autograd.in_backward())
         tensor, self._slot = self._runtime.open(
             key, dtype, device, lambda: self._plain.allocate(size, dtype=dtype, device=device)
         )
         buffer = tensor.view(tuple(size))
         if self._slot.pushed:
             self._slot.watch(buffer)
-        if kind == "reduce_scatter":
+        if self._kind == "reduce_scatter":
             fsdp2.take_copy_in(buffer, self._slot.accept)
         return buffer
 
@@ -69,11 +67,7 @@ class _Planned:
 class PlannedAllGather(_Planned, _GatherBase):  # type: ignore[valid-type, misc]
     """An FSDP module's all-gather, whose output lies where the plan says."""
 
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """The output of the next all-gather, of ``size`` elements."""
-        return self._open("all_gather", size, dtype, device)
+    _kind = "all_gather"
 
     def __call__(
         self,
@@ -122,6 +116,8 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
         group: FSDP2's parameter group.
     """
 
+    _kind = "reduce_scatter"
+
     def __init__(self, runtime: Runtime, site: str, plain: Any, group: Any) -> None:
         super().__init__(runtime, site, plain)
         self._group = group
@@ -147,7 +143,7 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
                 return self._added
             output: torch.Tensor = self._plain.allocate(size, dtype=dtype, device=device)
             return output
-        return self._open("reduce_scatter", size, dtype, device)
+        return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,
