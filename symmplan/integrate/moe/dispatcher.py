@@ -177,21 +177,20 @@ class ExpertParallel:
                 got=f"{rows} rows",
                 fix=f"pass max_tokens={rows} or more",
             )
+        on_host: list[Routes] = []
         if not self._executor.serves:
             table = torch.zeros(group.size, group.size + 1, dtype=torch.int64, device=self._device)
-            return PaddedRoutes(table, group.rank, rows, slot.rows)
-        if slot.kernels is not None:
-            given = counts_of(counts, group, self._device)
-            table = slot.kernels.table(given, rows)
+        elif slot.kernels is not None:
+            table = slot.kernels.table(counts_of(counts, group, self._device), rows)
             self._ended()
-            return PaddedRoutes(table, group.rank, rows, slot.rows)
-        said = exchange_routes(counts, group, self._device, self._meeting(), rows)
-        self._met()
-        if isinstance(said, torch.Tensor):
-            return PaddedRoutes(said, group.rank, rows, slot.rows)
-        slot.check_fits(said, slot.rows)
-        table = said.on_device(self._device)
-        return PaddedRoutes(table, group.rank, rows, slot.rows, host=[said])
+        else:
+            said = exchange_routes(counts, group, self._device, self._meeting(), rows)
+            self._met()
+            if isinstance(said, Routes):
+                slot.check_fits(said, slot.rows)
+                on_host.append(said)
+            table = said.on_device(self._device) if isinstance(said, Routes) else said
+        return PaddedRoutes(table, group.rank, rows, slot.rows, host=on_host)
 
     @overload
     def dispatch(
