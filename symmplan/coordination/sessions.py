@@ -56,11 +56,8 @@ class SessionKeys:
     def __init__(self, group: Group, number: int) -> None:
         self.group = group
         self.number = number
+        self._prefix = _of_session(group, number)
         self._part = 0
-
-    @property
-    def _prefix(self) -> str:
-        return _of_session(self.group, self.number)
 
     @property
     def prefix(self) -> str:

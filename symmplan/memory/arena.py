@@ -49,6 +49,7 @@ class Arena:
         user: What plans in it, for people; empty if nothing does.
         tenants: What has leased it, for people: its user, and the users of its parts.
         hosts: The arenas whose segments its own are parts of.
+        released: Whether `release` ran.
         races: The race detector; None unless it was asked for and is possible.
     """
 
@@ -76,7 +77,7 @@ class Arena:
         for host in self.hosts:
             host.tenants.append(user)
         self.races = races
-        self._released = False
+        self.released = False
         PROCESS.arenas[PROCESS.arenas_made] = self
         PROCESS.arenas_made += 1
 
@@ -87,7 +88,7 @@ class Arena:
         self.release()
 
     def __repr__(self) -> str:
-        state = ", released" if self._released else ""
+        state = ", released" if self.released else ""
         return (
             f"<Arena {self.memory}: {len(self.segments)} segments, "
             f"{self.segment_bytes} bytes{state}>"
@@ -102,11 +103,6 @@ class Arena:
     def timed(self) -> bool:
         """Whether other programs may use its bytes while its own does not run."""
         return any(segment.timed for segment in self.segments.values())
-
-    @property
-    def released(self) -> bool:
-        """Whether `release` ran."""
-        return self._released
 
     def tensor(
         self,
@@ -130,7 +126,7 @@ class Arena:
         """
         import torch
 
-        if self._released:
+        if self.released:
             raise ReleasedError(
                 f"buffer {name!r} was asked for after the arena's release",
                 expected="an arena that still has its segments",
@@ -232,9 +228,9 @@ class Arena:
 
         Collective: no.
         """
-        if self._released:
+        if self.released:
             return
-        self._released = True
+        self.released = True
         if self.races is not None:
             self.races.end()
         for segment in reversed(self.segments.values()):
@@ -284,7 +280,7 @@ class Arena:
         who = self.user if tenant is None else tenant
         if who in self.tenants:
             self.tenants.remove(who)
-        if self.tenants or self._released:
+        if self.tenants or self.released:
             return
         segments = self.segments.values()
         spoilt = any(s.held() or s.health.reason is not None for s in segments)

@@ -120,7 +120,8 @@ class ShmBackend:
     ) -> Allocation:
         """A nameless shared file of this rank, mapped; without data where the segment is a part."""
         starts, nbytes = layout([group.size for group in groups])
-        start = 0 if part is not None else _data_nbytes(spec.nbytes)
+        page = mmap.PAGESIZE
+        start = 0 if part is not None else -(-spec.nbytes // page) * page
         log = start + nbytes
         races = self.races
         fd, file = create(log + (log_nbytes(races.size) if races is not None else 0))
@@ -303,11 +304,6 @@ def _not_ours(group: Group, who: str) -> BackendError:
         fix="run the same version of symmplan on every rank",
         **group.here,
     )
-
-
-def _data_nbytes(nbytes: int) -> int:
-    """Bytes of the file before its control area."""
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _levels(offers: Sequence[_Offer], group: Group) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -96,11 +96,6 @@ class ParameterStorage:
         # FSDP2's own tensors, without bytes: to go back there takes no memory that it would not.
         self._own: list[fsdp2_in_place.Emptied | None] = []
 
-    @property
-    def is_cuda(self) -> bool:
-        """Whether it lies on a device."""
-        return self.bytes.is_cuda
-
     def overlaps(self, other: ParameterStorage) -> bool:
         """Whether both have some of the same bytes."""
         return self.users == other.users and self.begin < other.end and other.begin < self.end

@@ -400,7 +400,7 @@ class ZeroCopyUnshard:
         return storage.viewed and not fsdp2.only_backward_needs(self._group)
 
     def _new_lease(self, storage: ParameterStorage) -> Lease:
-        stream = current_stream() if storage.is_cuda else None
+        stream = current_stream() if storage.bytes.is_cuda else None
         return Lease(stream=stream, owner=weakref.proxy(self))
 
     def _fill(
@@ -422,7 +422,7 @@ class ZeroCopyUnshard:
         asked = self._asked
         shards, copied = (None, None) if asked is None else (asked.shards, asked.copied)
         with torch.no_grad(), autograd.shown(self._shown):
-            if not storage.is_cuda:
+            if not storage.bytes.is_cuda:
                 shards = shards or self._shards()
                 take()
                 storage.fill(shards)
