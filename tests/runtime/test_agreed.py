@@ -71,7 +71,7 @@ AGREED = {
         Key _arrived _last _unmet again to flat _log _modules _next _reduced _seen
         _site _slot _strange _tries _waiting _was_backward base buffer
         dtype element_size exchanges factor_of gathers group_name in_backward
-        _kind kind log numel of_backward pop prod ran removeprefix replans
+        _kind kind log numel of_backward pop prod ran removeprefix
         scatters served shape target async_op op output_tensor values
     """,
     "FSDP2's own state, which its calls alone change": """

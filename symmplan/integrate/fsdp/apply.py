@@ -89,9 +89,9 @@ class Handle:
     @property
     def stats(self) -> Stats:
         """The counters of the model's collectives since `apply`."""
-        counts = self._runtime.counts
+        counts = dict[str, Any](self._runtime.counts)
         plan = self._runtime.planning.plan
-        reasons = sorted(counts.reasons.items(), key=lambda item: (-item[1], item[0]))
+        reasons = sorted(self._runtime.reasons.items(), key=lambda item: (-item[1], item[0]))
         schedule = self._runtime.schedule
         placed = 0 if schedule is None else sum(s.place is not None for s in schedule.collectives)
         return Stats(
@@ -100,20 +100,14 @@ class Handle:
             placed=placed,
             bound=placed,
             unplanned=0 if schedule is None else len(schedule.collectives) - placed,
-            recorded=counts.recorded,
             rendezvous=self._runtime.memory.rendezvous,
-            served=counts.bound + counts.staged,
-            reused=counts.reused,
-            copies=counts.staged + self._runtime.memory.displaced,
-            plain=counts.plain,
-            divergences=counts.divergences,
-            replans=counts.replans,
             reasons=tuple(reasons),
             flat=tuple(self._runtime.planning.flat.items()),
             disengaged=self._checked.missed,
             segment_bytes=self._runtime.memory.segment_bytes,
             lower_bound_bytes=0 if plan is None else plan.lower_bound_bytes,
             unshared_bytes=0 if plan is None else plan.unshared_bytes,
+            **counts,
         )
 
     @property

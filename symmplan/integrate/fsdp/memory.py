@@ -62,8 +62,6 @@ class Memory:
         rendezvous: How many rendezvous were made.
         tenants: Who was seen to run, in that order, None for those that are over; see
             `symmplan.runtime.tenants`.
-        displaced: How often something else was in the bytes of a tenant that ran, or parameters
-            in those of others.
         captured: Whether a CUDA graph may have the addresses.
         preparation: What the ranks agree on, and how they get memory.
         recording: What is being recorded.
@@ -78,7 +76,6 @@ class Memory:
         self.engines: dict[str, Engines] = {}
         self.rendezvous = 0
         self.tenants: list[Tenant | None] = []
-        self.displaced = 0
         self.captured = False
         self.preparation = Preparation(options, "symmplan.fsdp", "FSDP2")
         self.usage: Usage | None = None

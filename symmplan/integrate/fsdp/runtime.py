@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from symmplan.errors import CaptureError, RunError
 from symmplan.integrate.fsdp import reasons
 from symmplan.integrate.fsdp.memory import Memory
 from symmplan.integrate.fsdp.planning import Planning
-from symmplan.integrate.fsdp.slots import Counts, Slot
+from symmplan.integrate.fsdp.slots import Slot
 from symmplan.process import PROCESS
 from symmplan.runtime.executor import Executor
 from symmplan.runtime.listening import leave, listen
@@ -65,7 +66,8 @@ class Runtime:
         options: The same.
         memory: The plan's memory.
         planning: Makes the plan.
-        counts: See `Counts`.
+        counts: How many collectives were what, as `Stats` counts them.
+        reasons: Why they were not in their placements, and how often.
         schedule: The plan's collectives; None while recording.
         executor: Runs the collectives.
     """
@@ -74,7 +76,8 @@ class Runtime:
         self.options = options
         self.memory = Memory(options)
         self.planning = Planning(options, self.memory, live)
-        self.counts = Counts()
+        self.counts: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
         self.executor = Executor()
         self._modules = modules
         self._log: Recording | None = Recording()
@@ -138,11 +141,8 @@ class Runtime:
         else:
             lease = self.memory.take(place)
             base = plain() if lease is None else self.memory.at(place, dtype)
-        expected = self.expected(key, scheduled)
-        slot = Slot(
-            key, base, plain, scheduled=scheduled, lease=lease, expected=expected, send=send
-        )
-        slot.pushed, slot.take = send is not None, take
+        slot = Slot(key, base, plain, scheduled=scheduled, lease=lease, send=send, take=take)
+        slot.pushed, slot.expected = send is not None, self.expected(key, scheduled)
         if self._log is not None:
             slot.log, slot.index = self._log, self._log.begin(key, key.numel * dtype.itemsize)
             self.memory.look(own=True)
@@ -183,12 +183,12 @@ class Runtime:
         """A module's parameters are gathered where they live."""
         self._arrived = None
         if self.crowded(unshard):
-            self.counts.because(reasons.CROWDED)
+            self.reasons[reasons.CROWDED] += 1
             self._strange = True
         self._unsharded[unshard.site] = unshard
         self._follow(key)
         self._was_backward = key.of_backward
-        self.counts.bound += 1
+        self.counts["served"] += 1
         if self._log is not None:
             log, index = self._early.pop(key, (None, 0))
             if log is not self._log:
@@ -203,7 +203,7 @@ class Runtime:
     def put_off(self, key: Key, unshard: ZeroCopyUnshard) -> None:
         """A module's parameters were wanted before there was room for them."""
         if self.planning.live is None:
-            self.counts.because(reasons.PUT_OFF)
+            self.reasons[reasons.PUT_OFF] += 1
             self._strange = True
         else:
             self._waiting.append(unshard)
@@ -225,9 +225,8 @@ class Runtime:
     def crowded(self, unshard: ZeroCopyUnshard) -> bool:
         """Whether others are to have some of the bytes where a module's parameters live.
 
-        According to FSDP2's calls: all ranks make the same ones and come to the same answer, so it
-        may decide whether a prefetch begins. The bytes that are really held on one rank may differ;
-        see [Note: somebody is in the bytes] in `zero_copy`.
+        By FSDP2's calls, which all ranks make alike: so it may decide whether a prefetch begins.
+        What is held on one rank may differ; see [Note: somebody is in the bytes] in `zero_copy`.
         """
         mine = unshard.storage
         assert mine is not None
@@ -242,7 +241,7 @@ class Runtime:
             return None
         scheduled, in_order = self.schedule.follow(key)
         if scheduled is not None and not in_order:
-            self.counts.divergences += 1
+            self.counts["divergences"] += 1
         return scheduled
 
     def expected(self, key: Key, scheduled: ScheduledCollective | None = None) -> Expected | None:
@@ -269,10 +268,9 @@ class Runtime:
             slot: The result of `open`.
             buffer: The all-gather's output or the reduce-scatter's input.
             group: Over which it runs.
-            in_place: Given the bytes of the placement, like ``buffer``, and the process group, runs
-                the collective there; None if that is not possible. Also given, where there are
-                such, ``received``: the bytes of an all-to-all's output, or ``pushes``: what has
-                pushed the input.
+            in_place: Given the placement's bytes, like ``buffer``, and the process group, runs the
+                collective there; None if that is not possible. Also given, if there is such,
+                ``received``, an all-to-all's output, or ``pushes``, what has pushed the input.
             plain: Given ``buffer`` under another storage, runs it through the process group.
             result: Whether ``buffer`` is the output.
 
@@ -283,7 +281,7 @@ class Runtime:
         """
         base = None if slot is None else self.executor.leased(slot.base, buffer)
         if slot is None or base is None:
-            self.counts.ran_plain(reasons.NOT_OURS)
+            self._ran_plain(reasons.NOT_OURS)
             return plain(buffer)
         name = c10d.group_name(group)
         self.memory.groups.setdefault(name, group)
@@ -310,26 +308,37 @@ class Runtime:
             with own_work, launching(slot.expected, reason), called:
                 work = plain(base if slot.flat is None else slot.flat)
             if self.schedule is None:
-                self.counts.recorded += 1
+                self.counts["recorded"] += 1
             else:
-                self.counts.ran_plain(reason)
+                self._ran_plain(reason)
         elif slot.lease is not None or slot.pushed:
             with launching(slot.expected):
                 work = act()
             if slot.pushed and work is not None:  # a rank could not push
                 work, self._strange = None, True
-                self.counts.ran_plain(reasons.WIDER)
+                self._ran_plain(reasons.WIDER)
             else:
-                self.counts.ran(staged=slot.lease is None and slot.take is not None)
+                self._served(staged=slot.lease is None and slot.take is not None)
         else:
             work = None
             assert slot.scheduled is not None
             assert slot.scheduled.place is not None
             with launching(slot.expected):
                 self.memory.stage(slot.scheduled.place, slot.base, act, result=result)
-            self.counts.ran(staged=True)
+            self._served(staged=True)
         slot.ran(work, done=slot.key.kind == "reduce_scatter")
         return work
+
+    def _ran_plain(self, reason: str) -> None:
+        self.counts["plain"] += 1
+        self.reasons[reason] += 1
+
+    def _served(self, *, staged: bool) -> None:
+        """A collective ran in its placement, ``staged`` if somebody was in its bytes."""
+        self.counts["served"] += 1
+        if staged:
+            self.counts["copies"] += 1
+            self.reasons[reasons.IN_USE] += 1
 
     def _algorithm(
         self, slot: Slot, group: str, in_place: Callable[..., Callable[[], Any] | None]
@@ -382,10 +391,10 @@ class Runtime:
             ran = 0 if self._log is None else len(self._log.ran)
             if (self._reduced and self._was_backward) or ran >= PATIENCE * self._modules:
                 self.freeze()
-        elif self._strange and self.counts.replans < REPLANS and self._log is not None:
+        elif self._strange and self.counts["replans"] < REPLANS and self._log is not None:
             log, self._tries = self._log, self._tries + 1  # asking costs time, too
             if self._tries <= 8 * REPLANS and self.planning.loosen():
-                self.counts.replans += 1
+                self.counts["replans"] += 1
                 self._plan(log)
         if self.schedule is not None:
             self.memory.let_go()

@@ -1,4 +1,4 @@
-"""What `symmplan.integrate.fsdp.runtime` keeps of each buffer, and counts."""
+"""What `symmplan.integrate.fsdp.runtime` keeps of each buffer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, field
+from attrs import define
 
-from symmplan.integrate.fsdp import reasons
 from symmplan.integrate.fsdp.push import sent_as
 from symmplan.runtime.observe import launching
 
@@ -20,38 +19,7 @@ if TYPE_CHECKING:
     from symmplan.runtime.leases import Lease
     from symmplan.runtime.observe import Expected
 
-__all__ = ["Counts", "Slot"]
-
-
-@define(eq=False)
-class Counts:
-    """What was served how, in numbers of collectives."""
-
-    recorded: int = 0
-    bound: int = 0
-    staged: int = 0
-    plain: int = 0
-    divergences: int = 0
-    replans: int = 0
-    reused: int = 0
-    reasons: dict[str, int] = field(factory=dict)
-
-    def ran(self, *, staged: bool) -> None:
-        """A collective ran in its placement, ``staged`` if somebody was in its bytes."""
-        if staged:
-            self.staged += 1
-            self.because(reasons.IN_USE)
-        else:
-            self.bound += 1
-
-    def ran_plain(self, reason: str) -> None:
-        """A planned collective ran in torch's own way."""
-        self.plain += 1
-        self.because(reason)
-
-    def because(self, reason: str) -> None:
-        """Count ``reason``."""
-        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+__all__ = ["Slot"]
 
 
 @define(eq=False)

@@ -179,7 +179,7 @@ class ZeroCopyUnshard:
             self._outside.add(state)
         if result is None:
             if in_backward and group.is_unsharded:
-                self._runtime.counts.reused += self._kept is not None
+                self._runtime.counts["reused"] += self._kept is not None
                 if self._saved is not None:  # its graph reads where it has views
                     self._put_back(storage)
             return
@@ -248,7 +248,7 @@ class ZeroCopyUnshard:
             return True
         if group.is_unsharded and storage.viewed and not self._waits():
             return False
-        self._runtime.memory.displaced += 1
+        self._runtime.counts["copies"] += 1
         result = fsdp2_in_place.result_of(group)
         if result is not None and result.all_gather_event is not None:
             current_stream().wait_event(result.all_gather_event)
