@@ -82,23 +82,6 @@ def source_line() -> str:
 
 
 @define(eq=False)
-class Touch:
-    """An access that lasts: that of an asynchronous collective, until its wait."""
-
-    segment: WatchedSegment
-    record: AccessRecord
-
-    def begin(self) -> None:
-        """Count this rank's own accesses as concurrent with it from now on."""
-        self.segment.open[self.record.number] = self.record
-
-    def end(self) -> None:
-        """It is over."""
-        self.segment.open.pop(self.record.number, None)
-        self.segment.log.close(self.record.number, self.segment.detector.now)
-
-
-@define(eq=False)
 class WatchedSegment:
     """A segment whose accesses are written down."""
 
@@ -122,8 +105,12 @@ class WatchedSegment:
 
     def touch(
         self, owner: int, extent: Extent, op: str, *, write: bool, lasting: bool = False
-    ) -> Touch | None:
+    ) -> AccessRecord | None:
         """Write an access of ``owner``'s bytes down; see that it is ordered behind what others did.
+
+        Returns:
+            The access, for `begin` and `end`, if it is ``lasting``, as that of an asynchronous
+            collective until its wait; else None.
 
         Raises:
             RaceError: It is not. Or another rank found a race.
@@ -156,7 +143,16 @@ class WatchedSegment:
         if not lasting:
             self._seen.add(key)
             return None
-        return Touch(self, mine)
+        return mine
+
+    def begin(self, lasting: AccessRecord) -> None:
+        """Count this rank's own accesses as concurrent with it from now on."""
+        self.open[lasting.number] = lasting
+
+    def end(self, lasting: AccessRecord) -> None:
+        """It is over."""
+        self.open.pop(lasting.number, None)
+        self.log.close(lasting.number, self.detector.now)
 
     def arrive(self, group: str, number: int) -> None:
         """This rank is about to arrive at a barrier of ``group`` for the ``number``-th time."""
@@ -380,7 +376,7 @@ def _again(error: RaceError) -> RaceError:
 
 def touch(
     tensor: torch.Tensor, *, write: bool, op: str = "", lasting: bool = False
-) -> Touch | None:
+) -> tuple[WatchedSegment, AccessRecord] | None:
     """``tensor``, on the CPU, is accessed. Nothing if it lies in no watched segment.
 
     Args:
@@ -389,6 +385,9 @@ def touch(
         op: In which op; the one that runs if empty.
         lasting: Whether the access lasts until it is ended.
 
+    Returns:
+        An access that lasts, with the segment that is told of its end; else None.
+
     Raises:
         RaceError: The access is not ordered behind that of another rank.
     """
@@ -396,7 +395,9 @@ def touch(
     extent = None if found is None else Extent.of(tensor, found[2])
     if found is None or extent is None:
         return None
-    return found[0].touch(found[1], extent, op or _running(), write=write, lasting=lasting)
+    segment, owner, _ = found
+    record = segment.touch(owner, extent, op or _running(), write=write, lasting=lasting)
+    return None if record is None else (segment, record)
 
 
 def touch_bytes(address: int, nbytes: int, *, write: bool) -> None:

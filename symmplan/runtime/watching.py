@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from symmplan.memory.races import RaceDetector, Touch
+    from symmplan.memory.race_log import AccessRecord
+    from symmplan.memory.races import RaceDetector, WatchedSegment
 
 _PLAIN = ("aten", "prims", "inductor_prims", "prim")
 _COLLECTIVES = ("c10d", "_c10d_functional")
@@ -77,7 +78,7 @@ class _Pending:
     numbers: list[tuple[RaceDetector, int]]
     others: tuple[int, ...]
     synchronizes: tuple[int, ...]
-    touches: list[Touch] = field(factory=list)
+    touches: list[tuple[WatchedSegment, AccessRecord]] = field(factory=list)
     over: bool = False
 
     def wait(self, timeout: float) -> bool:
@@ -101,8 +102,8 @@ class _Pending:
         if self.over:
             return
         self.over = True
-        for touched in self.touches:
-            touched.end()
+        for segment, access in self.touches:
+            segment.end(access)
         for detector, number in self.numbers:
             detector.met(self.group, number, self.synchronizes)
 
@@ -225,8 +226,8 @@ class Watching(TorchDispatchMode):
                 touched = touch(tensor, write=writes, op=func._schema.name, lasting=True)
                 if touched is not None:
                     pending.touches.append(touched)
-        for touched in pending.touches:
-            touched.begin()
+        for segment, access in pending.touches:
+            segment.begin(access)
         return pending
 
     def _with_work(self, result: Any, pending: _Pending) -> Any:
