@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+
 from symmplan.torch_private.seams import GRAPHS, Seam, names
 
-TRACING = Seam(
+#: What every graph needs that is compiled, and what Inductor alone does.
+_graphs = functools.partial(Seam, serves=GRAPHS)
+_inductor = functools.partial(Seam, serves=("inductor",))
+
+TRACING = _graphs(
     "the context of a compilation",
     "correctness",
     "symmplan knows the graph that is being compiled",
-    GRAPHS,
-    names("torch._guards:TracingContext", "try_get fw_metadata")
+    targets=names("torch._guards:TracingContext", "try_get fw_metadata")
     + names("torch._guards", "tracing detect_fake_mode"),
 )
 
-PARTS = Seam(
+PARTS = _graphs(
     "forward and backward of a graph",
     "correctness",
     "both are planned in one set of segments before they run",
-    GRAPHS,
-    names("torch._dynamo.backends.common", "aot_autograd")
+    targets=names("torch._dynamo.backends.common", "aot_autograd")
     + names("torch._functorch.config", "force_non_lazy_backward_lowering")
     + names("torch._functorch.partitioners", "min_cut_rematerialization_partition")
     + names("torch._functorch._aot_autograd.utils", "make_boxed_func")
@@ -26,20 +30,18 @@ PARTS = Seam(
     + names("torch._inductor.virtualized", "V.set_fake_mode"),
 )
 
-DONATED = Seam(
+DONATED = _graphs(
     "inputs that a backward may write",
     "correctness",
     "compiled code does not overwrite inputs in placements",
-    GRAPHS,
-    names("torch._functorch._aot_autograd.schemas", "ViewAndMutationMeta.bw_donated_idxs"),
+    targets=names("torch._functorch._aot_autograd.schemas", "ViewAndMutationMeta.bw_donated_idxs"),
 )
 
-AUTOGRAD_CACHE = Seam(
+AUTOGRAD_CACHE = _inductor(
     "AOTAutograd's cache",
     "correctness",
     "no compiled code comes from a cache that ignores segments",
-    ("inductor",),
-    names("torch._functorch.config", "enable_autograd_cache")
+    targets=names("torch._functorch.config", "enable_autograd_cache")
     + names(
         "torch._functorch.aot_autograd",
         "should_use_local_autograd_cache should_use_remote_autograd_cache",
@@ -47,31 +49,30 @@ AUTOGRAD_CACHE = Seam(
     undone="when the graph is compiled",
 )
 
-STATIC_INPUTS = Seam(
+STATIC_INPUTS = _graphs(
     "inputs that keep their address",
     "speed",
     "bind=True keeps parameters in their placements",
-    GRAPHS,
-    names("torch._functorch._aot_autograd.schemas", "ViewAndMutationMeta.static_input_indices"),
+    targets=names(
+        "torch._functorch._aot_autograd.schemas", "ViewAndMutationMeta.static_input_indices"
+    ),
 )
 
-SAVED_OUTPUTS = Seam(
+SAVED_OUTPUTS = _graphs(
     "outputs of a forward for its backward alone",
     "speed",
     "saved tensors stay in their placements from forward to backward",
-    GRAPHS,
-    names(
+    targets=names(
         "torch._functorch._aot_autograd.schemas:ViewAndMutationMeta",
         "num_forward num_symints_saved_for_bw",
     ),
 )
 
-FRAMES = Seam(
+FRAMES = _graphs(
     "numbers of compiled frames",
     "speed",
     "each compiled frame has its own bounds of dynamic sizes",
-    GRAPHS,
-    names("torch._guards", "CompileContext.current_compile_id"),
+    targets=names("torch._guards", "CompileContext.current_compile_id"),
 )
 
 OUTSIDE = Seam(
@@ -90,12 +91,11 @@ SIZES = Seam(
     names("torch.utils._sympy.functions", "FloorDiv"),
 )
 
-INDUCTOR_PASSES = Seam(
+INDUCTOR_PASSES = _inductor(
     "Inductor's steps",
     "correctness",
     "Inductor's passes run before a graph is planned, not after",
-    ("inductor",),
-    names(
+    targets=names(
         "torch._inductor.compile_fx",
         "compile_fx compile_fx_inner fake_tensor_prop view_to_reshape _recursive_post_grad_passes",
     )
@@ -103,12 +103,11 @@ INDUCTOR_PASSES = Seam(
     undone="when the graph is compiled",
 )
 
-PASSES_OFF = Seam(
+PASSES_OFF = _inductor(
     "switches of Inductor's passes",
     "correctness",
     "no pass changes a graph that follows a plan",
-    ("inductor",),
-    names(
+    targets=names(
         "torch._inductor.config",
         "pattern_matcher reorder_for_locality b2b_gemm_pass "
         "_micro_pipeline_tp _fuse_ddp_communication post_grad_custom_pre_pass "
@@ -120,12 +119,11 @@ PASSES_OFF = Seam(
     undone="when the graph is compiled",
 )
 
-TUNING_OFF = Seam(
+TUNING_OFF = _inductor(
     "switches of Inductor's tuning",
     "correctness",
     "Inductor times no kernel on a segment that peers write",
-    ("inductor",),
-    names(
+    targets=names(
         "torch._inductor.config",
         "triton.autotune_pointwise max_autotune max_autotune_gemm "
         "max_autotune_pointwise coordinate_descent_tuning",
@@ -133,57 +131,51 @@ TUNING_OFF = Seam(
     undone="when the graph is compiled",
 )
 
-WRAPPED = Seam(
+WRAPPED = _inductor(
     "wrapped ops",
     "correctness",
     "collectives that overlap scheduling wraps are planned",
-    ("inductor",),
-    names("torch._inductor.fx_passes.control_dependencies", "control_deps"),
+    targets=names("torch._inductor.fx_passes.control_dependencies", "control_deps"),
 )
 
-READERS = Seam(
+READERS = _inductor(
     "readers of a collective's bytes",
     "correctness",
     "no collective moves before earlier reads of the bytes that it writes",
-    ("inductor",),
-    names("torch._inductor.comms", "_is_fake_dep"),
+    targets=names("torch._inductor.comms", "_is_fake_dep"),
     undone="when the graph is compiled",
 )
 
-KERNEL_ORDER = Seam(
+KERNEL_ORDER = _inductor(
     "order between kernels",
     "correctness",
     "no kernel overwrites bytes that another kernel still reads",
-    ("inductor",),
-    names("torch._inductor.scheduler", "SchedulerNode.recompute_size_and_body")
+    targets=names("torch._inductor.scheduler", "SchedulerNode.recompute_size_and_body")
     + names("torch._inductor.dependencies", "StarDep WeakDep ReadWrites.with_read"),
     undone="when the graph is compiled",
 )
 
-TYPES = Seam(
+TYPES = _inductor(
     "lowerings of collectives",
     "correctness",
     "collectives write their placements, not converted copies",
-    ("inductor",),
-    names("torch._inductor.lowering", "lowerings"),
+    targets=names("torch._inductor.lowering", "lowerings"),
     undone="when the graph is compiled",
 )
 
-FENCES = Seam(
+FENCES = _inductor(
     "fences in Inductor's code",
     "correctness",
     "pending reads end before the bytes are reused",
-    ("inductor",),
-    names("torch._inductor.lowering", "register_lowering")
+    targets=names("torch._inductor.lowering", "register_lowering")
     + names("torch._inductor.ir:FallbackKernel", "create codegen")
     + names("torch._inductor.graph", "GraphLowering.mark_buffer_mutated"),
     undone="never: the op is symmplan's own",
 )
 
-CXX = Seam(
+CXX = _inductor(
     "the C++ compiler",
     "reporting",
     "`symmplan doctor` reports it",
-    ("inductor",),
-    names("torch._inductor.cpp_builder", "get_cpp_compiler"),
+    targets=names("torch._inductor.cpp_builder", "get_cpp_compiler"),
 )

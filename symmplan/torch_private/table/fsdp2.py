@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 from symmplan.torch_private.seams import Seam, names
 
+_fsdp = functools.partial(Seam, serves=("fsdp",))
 _PACKAGE = "torch.distributed.fsdp._fully_shard"
 _MODULE = "torch.distributed.fsdp:FSDPModule"
 _STATE = f"{_PACKAGE}._fsdp_state:FSDPState"
@@ -12,42 +15,38 @@ _CONTEXT = f"{_PACKAGE}._fsdp_param_group:FSDPCommContext"
 _PARAMETER = f"{_PACKAGE}._fsdp_param:FSDPParam"
 _COLLECTIVES = f"{_PACKAGE}._fsdp_collectives"
 
-FSDP_GROUPS = Seam(
+FSDP_GROUPS = _fsdp(
     "FSDP2's parameter groups",
     "correctness",
     "symmplan knows each module's parameters, and when the module is in use",
-    ("fsdp",),
-    names(_MODULE, "_get_fsdp_state")
+    targets=names(_MODULE, "_get_fsdp_state")
     + names(_STATE, "_fsdp_param_groups|_fsdp_param_group")
     + names(_GROUP, "_training_state comm_ctx fsdp_params mesh_info")
     + names(_PARAMETER, "sharded_param"),
 )
 
-FSDP_COMMS = Seam(
+FSDP_COMMS = _fsdp(
     "FSDP2's collectives",
     "correctness",
     "FSDP2 calls the planned collectives, and its own again after removal",
-    ("fsdp",),
-    names(_GROUP, "_all_gather_comm _reduce_scatter_comm")
+    targets=names(_GROUP, "_all_gather_comm _reduce_scatter_comm")
     + names(_COLLECTIVES, "DefaultAllGather DefaultReduceScatter")
     + names(_MODULE, "set_custom_all_gather set_custom_reduce_scatter"),
     undone="by handle.remove()",
 )
 
-FSDP_BASES = Seam(
+FSDP_BASES = _fsdp(
     "FSDP2's interfaces of collectives",
     "reporting",
     "planned collectives are instances of them",
-    ("fsdp",),
-    names(f"{_PACKAGE}._fsdp_api", "AllGather ReduceScatter"),
+    targets=names(f"{_PACKAGE}._fsdp_api", "AllGather ReduceScatter"),
 )
 
-FSDP_IN_PLACE = Seam(
+FSDP_IN_PLACE = _fsdp(
     "FSDP2's unsharded parameters",
     "speed",
     "parameters live in their placements, and gathers need no copies",
-    ("fsdp",),
-    names(
+    targets=names(
         _GROUP,
         "_all_gather_process_group _all_gather_result _to_sharded _to_unsharded"
         " _post_forward_indices _use_post_forward_mesh device is_sharded is_unsharded unshard"
@@ -65,12 +64,11 @@ FSDP_IN_PLACE = Seam(
     undone="by handle.remove()",
 )
 
-FSDP_RELEASE = Seam(
+FSDP_RELEASE = _fsdp(
     "FSDP2's gather of the module before",
     "correctness",
     "the bytes of a finished gather are free for the next one",
-    ("fsdp",),
-    (
+    targets=(
         *names(_CONTEXT, "release_all_gather_state_for_comm_reuse|all_gather_state"),
         " | ".join(
             (
@@ -81,21 +79,19 @@ FSDP_RELEASE = Seam(
     ),
 )
 
-FSDP_COPY_IN = Seam(
+FSDP_COPY_IN = _fsdp(
     "FSDP2's copies of gradients",
     "speed",
     "gradients are pushed to peers without a copy",
-    ("fsdp",),
-    names(_COLLECTIVES, "foreach_reduce_scatter_copy_in foreach_reduce"),
+    targets=names(_COLLECTIVES, "foreach_reduce_scatter_copy_in foreach_reduce"),
     undone="never: it is torch's own function for whom nothing is planned",
 )
 
-FSDP_SUMS = Seam(
+FSDP_SUMS = _fsdp(
     "FSDP2's reduced gradients",
     "speed",
     "sums are written in their final type, and accumulate into existing gradients",
-    ("fsdp",),
-    (
+    targets=(
         f"{_GROUP}._orig_dtype | {_PARAMETER}.sharded_grad_dtype",
         *names(_GROUP, "_is_hsdp _all_reduce_hook force_sum_reduction_for_comms"),
         *names(_PARAMETER, "_init_sharded_param contiguous_sharded_stride"),

@@ -5,72 +5,66 @@ See [Note: seams] in `symmplan.torch_private.seams`.
 
 from __future__ import annotations
 
+import functools
+
 from symmplan.torch_private.seams import RUNS, Seam, names
 
 _C10D = "torch.distributed.distributed_c10d"
 
 #: Builds of torch without process groups need none of it.
-_BUILT = "torch._C:_c10d_init"
+_built = functools.partial(Seam, only_with="torch._C:_c10d_init")
+#: What all that runs needs of them.
+_runs = functools.partial(_built, serves=RUNS)
 
-GROUPS = Seam(
+GROUPS = _runs(
     "process groups by name",
     "correctness",
     "symmplan knows the ranks of each collective",
-    RUNS,
-    names(_C10D, "_resolve_process_group _get_default_group")
+    targets=names(_C10D, "_resolve_process_group _get_default_group")
     + names(f"{_C10D}:_world", "pg_map pg_names")
     + names(f"{_C10D}:ProcessGroup", "group_name _get_backend unbox"),
-    only_with=_BUILT,
 )
 
-STORES = Seam(
+STORES = _runs(
     "stores of process groups",
     "correctness",
     "ranks agree on a plan before its memory is registered",
-    RUNS,
-    names(_C10D, "_get_process_group_store|_get_default_store"),
-    only_with=_BUILT,
+    targets=names(_C10D, "_get_process_group_store|_get_default_store"),
 )
 
-FORKS = Seam(
+FORKS = _built(
     "tables of process groups",
     "reporting",
     "`symmplan.testing.check_declaration` works in a process that has groups",
     ("capture",),
     names(_C10D, "_world.pg_group_ranks _update_default_pg"),
     undone="never: the process is a fork that ends with the check",
-    only_with=_BUILT,
 )
 
-DEFAULT_GROUPS = Seam(
+DEFAULT_GROUPS = _runs(
     "default groups of functional collectives",
     "reporting",
     "process groups end before the interpreter",
-    RUNS,
-    names("torch.distributed.nn.functional", "all_reduce"),
+    targets=names("torch.distributed.nn.functional", "all_reduce"),
     undone="never: None means the same group, and holds nothing",
-    only_with=_BUILT,
 )
 
-WORKS = Seam(
+WORKS = _built(
     "works of collectives",
     "correctness",
     "a session sees when its program waits for a collective",
     ("sessions",),
     names(_C10D, "Work.boxed"),
-    only_with=_BUILT,
 )
 
-WAITS = Seam(
+WAITS = _runs(
     "waits for tensors",
     "speed",
     "symmplan's own transfers overlap with the program",
-    RUNS,
-    names("torch._C._distributed_c10d", "_register_work"),
-    only_with=_BUILT,
+    targets=names("torch._C._distributed_c10d", "_register_work"),
 )
 
-GROUP_METHODS = Seam(
+GROUP_METHODS = _built(
     "methods of process groups",
     "correctness",
     "calls of torch.distributed in a session run in placements",
@@ -80,10 +74,9 @@ GROUP_METHODS = Seam(
         "allreduce broadcast _allgather_base|all_gather_single "
         "_reduce_scatter_base|reduce_scatter_single",
     ),
-    only_with=_BUILT,
 )
 
-COALESCED = Seam(
+COALESCED = _built(
     "one gather of several tensors",
     "correctness",
     "parameters are gathered in place",
@@ -93,38 +86,32 @@ COALESCED = Seam(
         f"{_C10D}:ProcessGroup",
         "allgather_into_tensor_coalesced alltoall_base",
     ),
-    only_with=_BUILT,
 )
 
-BETWEEN_HOSTS = Seam(
+BETWEEN_HOSTS = _runs(
     "process groups outside torch's registry",
     "correctness",
     "groups on several hosts run in two levels",
-    RUNS,
-    names("torch.distributed", "PrefixStore") + names(f"{_C10D}:ProcessGroup", "allgather"),
-    only_with=_BUILT,
+    targets=names("torch.distributed", "PrefixStore") + names(f"{_C10D}:ProcessGroup", "allgather"),
 )
 
-SYMM_MEM = Seam(
+SYMM_MEM = _runs(
     "torch's symmetric memory",
     "correctness",
     'memory="nccl", "cuda" and "nvshmem" have segments',
-    RUNS,
-    names(
+    targets=names(
         "torch.distributed._symmetric_memory",
         "get_backend set_backend rendezvous is_nvshmem_available",
     )
     + names("torch._C._distributed_c10d", "_SymmetricMemory.empty_strided_p2p"),
-    only_with=_BUILT,
 )
 
-POOLS = Seam(
+POOLS = _built(
     "torch's pool of symmetric memory",
     "reporting",
     "benchmarks compare symmplan with it",
     ("fsdp",),
     names("torch.distributed._symmetric_memory", "get_mem_pool"),
-    only_with=_BUILT,
 )
 
 COPY_ENGINES = Seam(
