@@ -7,11 +7,11 @@ forbid it.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import networkx as nx
 import numpy as np
-from attrs import evolve, frozen
+from attrs import evolve
 
 from symmplan.errors import CapacityError, PlanningError
 from symmplan.model import Bound, Placement, Plan, SegmentSpec
@@ -32,17 +32,10 @@ if TYPE_CHECKING:
 __all__ = ["check_effort", "plan"]
 
 
-@frozen(eq=False)
-class _Family:
-    """The segments that serve one set of groups."""
-
-    groups: tuple[int, ...]
-    tasks: tuple[Task, ...]
-    packings: tuple[Packing, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.unit * p.peak for t, p in zip(self.tasks, self.packings, strict=True))
+#: The segments that serve one set of groups: what lies in each, and where.
+_Packed: TypeAlias = "list[tuple[Task, Packing]]"
+#: Those of each set of groups, in order.
+_Families: TypeAlias = "dict[tuple[int, ...], _Packed]"
 
 
 @uncollected()
@@ -94,37 +87,40 @@ def check_effort(effort: str) -> None:
         )
 
 
-def _families(problem: Problem, items: Items, effort: str, capacity: int | None) -> list[_Family]:
+def _families(problem: Problem, items: Items, effort: str, capacity: int | None) -> _Families:
     """One family per group, merged where sharing a segment lowers the total."""
     rules = _Rules(problem, items)
     goal = capacity if len(items.groups) == 1 else None
-    singles = {g: _solve(items, rules, (g,), effort, goal) for g in range(len(items.groups))}
-    done: list[_Family] = []
+    singles = [(g,) for g in range(len(items.groups))]
+    found: _Families = {only: _solve(items, rules, only, effort, goal) for only in singles}
     for groups in _mergeable(problem, items):
-        left = tuple(g for g in groups if g in singles)
+        left = tuple(g for g in groups if (g,) in found)
         if len(left) < 2:
             continue
         merged = _solve(items, rules, left, effort)
-        if merged.nbytes < sum(singles[g].nbytes for g in left):
-            done.append(merged)
+        if _nbytes(merged) < sum(_nbytes(found[g,]) for g in left):
+            found[left] = merged
             for g in left:
-                del singles[g]
-    return sorted([*done, *singles.values()], key=lambda f: f.groups)
+                del found[g,]
+    return dict(sorted(found.items()))
+
+
+def _nbytes(packed: _Packed) -> int:
+    return sum(task.unit * packing.peak for task, packing in packed)
 
 
 def _solve(
     items: Items, rules: _Rules, groups: tuple[int, ...], effort: str, goal: int | None = None
-) -> _Family:
+) -> _Packed:
     which = np.flatnonzero(np.isin(items.group, groups))
     tasks = tuple(task_of(items, part) for part in rules.assign(which))
     for task in tasks:
         _check_pins(items, task)
     if len(tasks) > 1:
         goal = None  # the capacity is for all of them together
-    packings = (
-        pack(t, effort=effort, goal=None if goal is None else goal // t.unit) for t in tasks
-    )
-    return _Family(groups, tasks, tuple(packings))
+    return [
+        (t, pack(t, effort=effort, goal=None if goal is None else goal // t.unit)) for t in tasks
+    ]
 
 
 def _mergeable(problem: Problem, items: Items) -> list[tuple[int, ...]]:
@@ -235,15 +231,15 @@ def _check_pins(items: Items, task: Task) -> None:
 
 
 def _assemble(
-    problem: Problem, items: Items, families: list[_Family], effort: Literal["fast", "optimal"]
+    problem: Problem, items: Items, families: _Families, effort: Literal["fast", "optimal"]
 ) -> Plan:
     segments: list[SegmentSpec] = []
     bounds: list[Bound] = []
     where: dict[str, Placement] = {}
     size = {b.name: b.nbytes for b in problem.buffers}
-    for family in families:
-        groups = tuple(sorted(items.groups[g] for g in family.groups))
-        for task, packing in zip(family.tasks, family.packings, strict=True):
+    for served, packed in families.items():
+        groups = tuple(sorted(items.groups[g] for g in served))
+        for task, packing in packed:
             name = f"segment{len(segments)}"
             segments.append(
                 SegmentSpec(
@@ -261,8 +257,8 @@ def _assemble(
                 for buffer in items.members[item]:
                     where[buffer] = Placement(name, offset, size[buffer])
     for joint in _linked(problem, items):
-        parts = [f for f in families if set(f.groups) <= set(joint)]
-        if sum(len(f.tasks) for f in parts) > 1:
+        parts = [p for served, packed in families.items() if {*served} <= {*joint} for p in packed]
+        if len(parts) > 1:
             bounds.append(_joint_bound(items, parts, joint))
     placements = {name: where[name] for name in sorted(where)}
     made = Plan(
@@ -273,7 +269,7 @@ def _assemble(
         effort=effort,
         bounds=tuple(bounds),
     )
-    ends = {packing.search for family in families for packing in family.packings}
+    ends = {packing.search for packed in families.values() for _, packing in packed}
     optimal = made.peak_bytes == made.lower_bound_bytes
     search = "complete" if optimal else min(ends, key=("skipped", "limit", "complete").index)
     return evolve(made, optimal=optimal, search=search)
@@ -283,9 +279,9 @@ def _names(items: Items, task: Task, witness: Ints) -> tuple[str, ...]:
     return tuple(sorted(items.members[i][0] for i in task.items[witness].tolist()))
 
 
-def _joint_bound(items: Items, families: list[_Family], joint: tuple[int, ...]) -> Bound:
+def _joint_bound(items: Items, packed: _Packed, joint: tuple[int, ...]) -> Bound:
     """What all segments of some groups need together, however items are dealt to them."""
-    which = np.sort(np.concatenate([t.items for f in families for t in f.tasks]))
+    which = np.sort(np.concatenate([task.items for task, _ in packed]))
     task = task_of(items, which)
     units, witness = heaviest(task)
     return Bound(

@@ -9,14 +9,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 __all__ = ["DEVICE", "Results"]
 
@@ -39,33 +40,8 @@ _PLAIN = frozenset(
 )
 
 
-@frozen(eq=False)
-class _Result:
-    """A tensor that an op gives: an argument, a view of one, or a new one."""
-
-    argument: int | None
-    shape: torch.Size | None = None  # None for the argument itself
-    stride: tuple[int, ...] = ()
-    offset: int = 0  # in elements
-    dtype: torch.dtype | None = None
-    device: torch.device | None = None
-    attributes: Mapping[str, Any] = field(factory=dict)
-
-    def make(self, args: Sequence[Any]) -> Any:
-        """It, for a call with these arguments."""
-        if self.shape is None:
-            return None if self.argument is None else args[self.argument]
-        bare = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-        if self.argument is not None:
-            storage = args[self.argument].untyped_storage()
-            bare.set_(storage, self.offset, self.shape, self.stride)
-        make: Any = torch.Tensor._make_subclass
-        made = make(
-            FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=self.device
-        )
-        torch._C._set_throw_on_mutable_data_ptr(made)
-        vars(made).update(self.attributes)
-        return made
+#: Gives the result of a call again, from its arguments.
+_Make: TypeAlias = "Callable[[Sequence[Any]], Any]"
 
 
 @define(eq=False)
@@ -73,7 +49,7 @@ class Results:
     """What ops on tensors of ``mode`` gave; see [Note: remembered results]."""
 
     mode: FakeTensorMode
-    _known: dict[tuple[Any, ...], _Result | tuple[_Result, ...]] = field(factory=dict)
+    _known: dict[tuple[Any, ...], _Make] = field(factory=dict)
 
     def of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op."""
@@ -89,21 +65,19 @@ class Results:
         key = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
         if not (self._describe(key, args) and self._describe(key, kwargs.values())):
             return func(*args, **kwargs)
-        known = self._known.get(tuple(key))
-        if known is not None:
+        make = self._known.get(tuple(key))
+        if make is not None:
             guard = torch._C._DisableTorchDispatch()
             try:
-                if isinstance(known, tuple):
-                    return tuple(one.make(args) for one in known)
-                return known.make(args)
+                return make(args)
             finally:
                 del guard
         hits = FakeTensorMode.cache_hits
         result = func(*args, **kwargs)
         if FakeTensorMode.cache_hits == hits + 1:
-            found = _remembered(result, args)
-            if found is not None:
-                self._known[tuple(key)] = found
+            make = _remembered(result, args)
+            if make is not None:
+                self._known[tuple(key)] = make
         return result
 
     def _describe(self, key: list[Any], values: Iterable[Any]) -> bool:
@@ -134,33 +108,48 @@ class Results:
         return True
 
 
-def _remembered(result: Any, args: Sequence[Any]) -> _Result | tuple[_Result, ...] | None:
-    """How to make ``result`` again; None if that is not known."""
+def _remembered(result: Any, args: Sequence[Any]) -> _Make | None:
+    """What makes ``result`` again; None if that is not known."""
     if type(result) is tuple:
         many = [_remembered(one, args) for one in result]
-        known = tuple(one for one in many if isinstance(one, _Result))
-        return known if len(known) == len(many) else None
+        known = [make for make in many if make is not None]
+        if len(known) < len(many):
+            return None
+        return lambda args: tuple(make(args) for make in known)
     if result is None:
-        return _Result(None)
+        return lambda _: None
     for index, value in enumerate(args):
         if value is result:
-            return _Result(index)
+            return itemgetter(index)
     if type(result) is not FakeTensor or result.requires_grad:
         return None
     if result.is_conj() or result.is_neg() or result.layout is not torch.strided:
         return None
-    storage = result.untyped_storage()._cdata
+    return _maker(result, args)
+
+
+def _maker(result: FakeTensor, args: Sequence[Any]) -> _Make:
+    """What makes a view of an argument, or a new tensor; it does not hold ``result``."""
+    cdata = result.untyped_storage()._cdata
     whole = (
         index
         for index, value in enumerate(args)
-        if type(value) is FakeTensor and value.untyped_storage()._cdata == storage
+        if type(value) is FakeTensor and value.untyped_storage()._cdata == cdata
     )
-    return _Result(
-        next(whole, None),
-        result.shape,
-        result.stride(),
-        int(result.storage_offset()),
-        result.dtype,
-        result.fake_device,
-        dict(vars(result)),
-    )
+    argument, attributes = next(whole, None), dict(vars(result))
+    shape, stride, offset = result.shape, result.stride(), int(result.storage_offset())
+    dtype, device = result.dtype, result.fake_device
+    subclass: Any = torch.Tensor._make_subclass
+
+    def make(args: Sequence[Any]) -> Any:
+        bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        if argument is not None:
+            bare.set_(args[argument].untyped_storage(), offset, shape, stride)
+        made = subclass(
+            FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(attributes)
+        return made
+
+    return make
