@@ -100,11 +100,7 @@ def _measure(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare(
-    program: str,
-    tokens: int,
-    groups: Sequence[Any],
-    device: torch.device,
-    settings: dict[str, Any],
+    program: str, tokens: int, groups: Sequence[Any], device: torch.device, settings: dict[str, Any]
 ) -> dict[str, Any]:
     """Seconds of each round on each side, and whether all sides gave the same."""
     import torch

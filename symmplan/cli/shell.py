@@ -168,13 +168,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, fix=self.format_usage().strip())
 
 
-def _fail(
-    message: str,
-    words: Sequence[str],
-    error: SymmplanError,
-    *,
-    code: int = 1,
-) -> int:
+def _fail(message: str, words: Sequence[str], error: SymmplanError, *, code: int = 1) -> int:
     """Say what is wrong: on stderr, or with ``--json`` as the result."""
     if "--json" in words:
         parts = {k: getattr(error, k) for k in ("what", "expected", "got", "fix")}
@@ -288,13 +282,9 @@ def _print(module: ModuleType, args: argparse.Namespace, result: dict[str, Any] 
     if result is None:
         return 0
     if args.json:
-        text = json.dumps(result, indent=2)
+        print(json.dumps(result, indent=2), flush=True)
     elif hasattr(module, "render"):
-        text = fitted(str(module.render(result)))
+        write(fitted(str(module.render(result))))
     else:
-        text = "\n".join(f"{key}: {value}" for key, value in result.items())
-    if args.json:
-        print(text, flush=True)
-    else:
-        write(text)
+        write("\n".join(f"{key}: {value}" for key, value in result.items()))
     return 0 if result.get("ok", True) else 1

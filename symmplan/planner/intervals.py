@@ -81,18 +81,16 @@ def problem_from_csv(path: str | os.PathLike[str], text: str | None = None) -> P
         text: What it has, if that was read already.
     """
     try:
-        if text is not None:
-            lines = io.StringIO(text.removeprefix("\ufeff"), newline="")
-            return problem_from_intervals(_rows(path, csv.DictReader(lines)))
-        if Path(path).stat().st_size > MAX_CSV_BYTES:
+        if text is None and Path(path).stat().st_size > MAX_CSV_BYTES:
             raise ProblemError(
                 f"{path} has more than {MAX_CSV_BYTES} bytes",
                 expected="a table of buffers",
                 got="a file too large to be one",
                 fix="check the path",
             )
-        with Path(path).open(newline="", encoding="utf-8-sig") as file:
-            return problem_from_intervals(_rows(path, csv.DictReader(file)))
+        text = Path(path).read_text(encoding="utf-8") if text is None else text
+        lines = io.StringIO(text.removeprefix("\ufeff"), newline="")
+        return problem_from_intervals(_rows(path, csv.DictReader(lines)))
     except (OSError, UnicodeDecodeError, csv.Error) as e:
         raise ProblemError(
             f"{path} cannot be read: {e}",

@@ -121,10 +121,7 @@ def _uses(problem: Problem, items: Items, order: Order) -> list[list[_Use]]:
 
 
 def _passing(
-    problem: Problem,
-    items: Items,
-    placements: Mapping[str, Placement],
-    uses: list[list[_Use]],
+    problem: Problem, items: Items, placements: Mapping[str, Placement], uses: list[list[_Use]]
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Pairs of items of which the second takes bytes over from the first: within a run, across."""
     nbytes = {b.name: b.nbytes for b in problem.buffers}

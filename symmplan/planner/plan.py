@@ -40,10 +40,7 @@ _Families: TypeAlias = "dict[tuple[int, ...], _Packed]"
 
 @uncollected()
 def plan(
-    problem: Problem,
-    *,
-    effort: Literal["fast", "optimal"] = "fast",
-    capacity: int | None = None,
+    problem: Problem, *, effort: Literal["fast", "optimal"] = "fast", capacity: int | None = None
 ) -> Plan:
     """Place every buffer of a problem. Collective: no; equal problems give equal plans anywhere.
 

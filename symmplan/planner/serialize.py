@@ -42,12 +42,7 @@ from symmplan.model import (
 )
 from symmplan.planner.order import order_of
 
-__all__ = [
-    "plan_from_json",
-    "plan_to_json",
-    "problem_from_json",
-    "problem_to_json",
-]
+__all__ = ["plan_from_json", "plan_to_json", "problem_from_json", "problem_to_json"]
 
 #: Version of the JSON form; raised when older readers could misread it.
 VERSION = 1
@@ -148,8 +143,7 @@ def _problem_tree(problem: Problem) -> dict[str, Any]:
         "accesses": [
             _tree(a)
             for a in sorted(
-                set(problem.accesses),
-                key=lambda a: (index[a.operation], *attrs.astuple(a)),
+                set(problem.accesses), key=lambda a: (index[a.operation], *attrs.astuple(a))
             )
         ],
     }

@@ -162,10 +162,7 @@ class _World:
     """The moments of a plan's program on four ranks. See `unsynchronised`."""
 
     def __init__(
-        self,
-        plan: Plan,
-        before: set[tuple[str, str]],
-        members: Sequence[Sequence[tuple[int, ...]]],
+        self, plan: Plan, before: set[tuple[str, str]], members: Sequence[Sequence[tuple[int, ...]]]
     ) -> None:
         self.plan = plan
         self.calls = {o.name: o for o in plan.problem.operations}

@@ -100,10 +100,7 @@ _TUNING_OFF = {
 }
 
 #: What moves the nodes of Inductor's own graph.
-_REORDERING_OFF = {
-    "reorder_for_peak_memory": False,
-    "reorder_for_compute_comm_overlap": False,
-}
+_REORDERING_OFF = {"reorder_for_peak_memory": False, "reorder_for_compute_comm_overlap": False}
 
 
 def modes() -> dict[str, dict[str, Any]]:

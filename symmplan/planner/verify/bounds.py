@@ -7,7 +7,7 @@ large search cannot be repeated here, so for more users the claim is taken at it
 from __future__ import annotations
 
 from itertools import permutations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -67,8 +67,7 @@ def check_bounds(plan: Plan, users: list[User], owner: Mapping[str, int], touche
         if searched and len(inside) <= MAX_USERS:
             lower = _lower_peak(users, numbers, segment.lower_bound_bytes - unit + 1, touches)
             if lower is not None:
-                fail(
-                    "lower_bound",
+                _unproven(
                     f"{where} claims a lower bound of {segment.lower_bound_bytes} bytes",
                     expected=f"at most {_round(lower, unit)}, for so few are enough",
                     got=segment.lower_bound_bytes,
@@ -95,8 +94,7 @@ def _check_joint(plan: Plan, users: list[User], owner: Mapping[str, int], touche
         segments.setdefault(tuple(sorted(joint[segment.groups[0]])), []).append(segment.name)
     wanted = sorted(groups for groups, names in segments.items() if len(names) > 1)
     if sorted(b.groups for b in plan.bounds) != wanted:
-        fail(
-            "lower_bound",
+        _unproven(
             "joint bounds do not match the segments",
             expected=f"one for each of {wanted}",
             got=[b.groups for b in plan.bounds],
@@ -113,14 +111,17 @@ def _check_joint(plan: Plan, users: list[User], owner: Mapping[str, int], touche
 
 def _check_claim(where: str, claimed: int, proven: int, size: int, *, exact: bool) -> None:
     if claimed > size or claimed < proven or (exact and claimed != proven):
-        fail(
-            "lower_bound",
+        _unproven(
             f"{where} claims a lower bound of {claimed} bytes",
             expected=f"{proven}, which its witnesses prove"
             if exact
             else f"from {proven}, which its witnesses prove, to its size of {size}",
             got=claimed,
         )
+
+
+def _unproven(what: str, expected: object, got: object) -> NoReturn:
+    fail("lower_bound", what, expected=expected, got=got)
 
 
 def _round(nbytes: int, unit: int) -> int:
@@ -138,8 +139,7 @@ def _witnesses(
     for name in names:
         number = owner.get(name, -1)
         if number < 0 or users[number].segment not in segments or number in found:
-            fail(
-                "lower_bound",
+            _unproven(
                 f"{where} names {name!r} as a witness of its lower bound",
                 expected="different buffers that lie there",
                 got=repr(name),
@@ -153,16 +153,14 @@ def _proven(
 ) -> int:
     chosen = [users[u] for u in witnesses]
     if proof not in ("clique", "pin", "search"):
-        fail(
-            "lower_bound",
+        _unproven(
             f"{where} claims a proof of the kind {proof!r}",
             expected="clique, pin or search",
             got=repr(proof),
         )
     if proof == "pin":
         if len(chosen) != 1 or not chosen[0].pinned:
-            fail(
-                "lower_bound",
+            _unproven(
                 f"{where} has no pinned buffer as the witness of its bound",
                 expected="one pinned buffer",
                 got=[u.names[0] for u in chosen],
@@ -171,8 +169,7 @@ def _proven(
     pair = _compatible([u for u in witnesses if not users[u].persistent], touches)
     if pair is not None:
         a, b = users[pair[0]], users[pair[1]]
-        fail(
-            "lower_bound",
+        _unproven(
             f"{where} counts {a.names[0]!r} and {b.names[0]!r} as live together, but they are "
             "ordered one after the other",
             expected="witnesses that conflict pairwise",

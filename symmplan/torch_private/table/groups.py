@@ -82,10 +82,7 @@ COALESCED = _built(
     "parameters are gathered in place",
     ("fsdp",),
     names(_C10D, "AllgatherOptions")
-    + names(
-        f"{_C10D}:ProcessGroup",
-        "allgather_into_tensor_coalesced alltoall_base",
-    ),
+    + names(f"{_C10D}:ProcessGroup", "allgather_into_tensor_coalesced alltoall_base"),
 )
 
 BETWEEN_HOSTS = _runs(

@@ -58,10 +58,7 @@ STREAMS = Seam(
     "correctness",
     "a session knows the order of its calls on a device",
     ("sessions",),
-    names(
-        "torch.cuda",
-        "Event.record Event.wait Event.synchronize Stream.synchronize synchronize",
-    ),
+    names("torch.cuda", "Event.record Event.wait Event.synchronize Stream.synchronize synchronize"),
     undone="when the recording ends",
 )
 
