@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import math
 import threading
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from symmplan.bench import fsdp as bench_fsdp
-from symmplan.bench.parts import fsdp_tables
+from symmplan.bench.parts import fsdp_tables, pooled
 from symmplan.bench.parts.fsdp_ranks import difference, worst
 from symmplan.bench.parts.fsdp_sides import HostClock, batch_of
 from symmplan.bench.parts.llama import Llama, parts
@@ -310,33 +312,30 @@ def test_llama_is_causal_and_knows_places():
 # Torch's pool.
 
 
-class FakePool:
-    def __init__(self):
-        self.log = []
-
-    def empty(self, size, dtype):
-        self.log.append(("empty", tuple(size), dtype))
-        return torch.empty(tuple(size), dtype=dtype)
-
-    def rendezvous(self, tensor, group):
-        self.log.append(("rendezvous", tensor.data_ptr(), group))
-
-
 class FakeGroup:
     group_name = "ranks"
 
 
-def test_a_pooled_gather_rendezvouses_at_every_call():
-    pool, ran = FakePool(), []
-    gather = PooledAllGather(pool, lambda **kwargs: ran.append(kwargs) or "work")
+@contextlib.contextmanager
+def entered(log, pool):
+    log.append(("from", pool))
+    yield
+
+
+def test_a_pooled_gather_rendezvouses_at_every_call(monkeypatch):
+    log, ran = [], []
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", functools.partial(entered, log))
+    monkeypatch.setattr(pooled.symm_mem, "pool", lambda device: f"pool of {device}")
+    monkeypatch.setattr(
+        pooled.symm_mem, "rendezvous", lambda tensor, group: log.append((tensor.data_ptr(), group))
+    )
+    gather = PooledAllGather(lambda **kwargs: ran.append(kwargs) or "work")
     group = FakeGroup()
     for _ in range(2):
         output = gather.allocate((8,), dtype=torch.bfloat16, device=torch.device("cpu"))
+        assert (output.shape, output.dtype) == ((8,), torch.bfloat16)
         assert gather(output, output[:4], group, async_op=True) == "work"
-        assert pool.log[-2:] == [
-            ("empty", (8,), torch.bfloat16),
-            ("rendezvous", output.data_ptr(), "ranks"),
-        ]
+        assert log[-2:] == [("from", "pool of cpu"), (output.data_ptr(), "ranks")]
     assert [r["async_op"] for r in ran] == [True, True]
     assert ran[1]["output_tensor"] is output
 
@@ -350,7 +349,7 @@ def test_torch_own_pool_is_used_where_it_has_one():
             self.asked.append(backend)
 
     modules = [Module(), Module()]
-    assert install(modules, FakePool()) == "set_symm_mem_for_comm"
+    assert install(modules) == "set_symm_mem_for_comm"
     assert [m.asked for m in modules] == [["NCCL"], ["NCCL"]]
 
 

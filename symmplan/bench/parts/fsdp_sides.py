@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import symmplan
 from symmplan.bench.parts.llama import Llama, mlp, parts
-from symmplan.bench.parts.pooled import SymmetricPool, install
+from symmplan.bench.parts.pooled import install, pool_bytes
 from symmplan.bench.parts.profile import profile, profile_gathers
 from symmplan.bench.parts.timing import device_of, meet
 from symmplan.torch_private import fsdp2, nccl, symm_mem
@@ -137,7 +137,6 @@ class Side:
         self.cuda = self.device.type == "cuda"
         self.handle: symmplan.fsdp.Handle | None = None
         self.how = ""
-        self._pool: SymmetricPool | None = None
         self.model = self._made()
         if name != "unsharded":
             self._engage()
@@ -194,8 +193,7 @@ class Side:
         if self.name in POOLED:
             if symm_mem.backend_of(self.device) != "NCCL":
                 symm_mem.set_backend("NCCL")
-            self._pool = SymmetricPool(self.device)
-            self.how = install(self._modules(), self._pool)
+            self.how = install(self._modules())
         elif self.name not in ("plain", *KEPT):
             choose: Any = self._options["choose"][0] if self.name == "symmplan" else self.name
             self.handle = symmplan.fsdp.apply(
@@ -233,8 +231,8 @@ class Side:
     @property
     def symmetric_bytes(self) -> int:
         """Symmetric memory that it reserved."""
-        if self._pool is not None:
-            return self._pool.nbytes
+        if self.name in POOLED:
+            return pool_bytes(self.device)
         return 0 if self.handle is None else self.handle.stats.segment_bytes
 
     def step(self, number: int, tokens: int) -> None:

@@ -22,53 +22,30 @@ from symmplan.torch_private import c10d, fsdp2, symm_mem
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["PooledAllGather", "SymmetricPool", "install"]
+__all__ = ["PooledAllGather", "install", "pool_bytes"]
 
 
-class SymmetricPool:
-    """Torch's pool of symmetric memory for a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def empty(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in a block of its own."""
-        with torch.cuda.use_mem_pool(symm_mem.pool(self._device)):
-            return torch.empty(tuple(size), dtype=dtype, device=self._device)
-
-    def rendezvous(self, tensor: torch.Tensor, group: str) -> None:
-        """Register the tensor's block with a group, if that was not done yet.
-
-        Collective: yes.
-        """
-        symm_mem.rendezvous(tensor, group)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks, in use or not."""
-        blocks = symm_mem.pool(self._device).snapshot()
-        return sum(int(block["total_size"]) for block in blocks)
+def pool_bytes(device: torch.device) -> int:
+    """Bytes of all blocks of torch's pool, in use or not."""
+    return sum(int(block["total_size"]) for block in symm_mem.pool(device).snapshot())
 
 
 class PooledAllGather:
-    """An FSDP2 all-gather whose output comes from a pool.
+    """An FSDP2 all-gather whose output comes from torch's symmetric pool.
 
     Args:
-        pool: Torch's symmetric one.
         plain: FSDP2's own all-gather.
     """
 
-    def __init__(self, pool: Any, plain: Any) -> None:
-        self._pool = pool
+    def __init__(self, plain: Any) -> None:
         self._plain = plain
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """From the pool, on its device."""
-        del device
-        tensor: torch.Tensor = self._pool.empty(size, dtype)
-        return tensor
+        """A tensor in a block of its own."""
+        with torch.cuda.use_mem_pool(symm_mem.pool(device)):
+            return torch.empty(tuple(size), dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -81,18 +58,17 @@ class PooledAllGather:
 
         Collective: yes.
         """
-        self._pool.rendezvous(output_tensor, c10d.group_name(group))
+        symm_mem.rendezvous(output_tensor, c10d.group_name(group))
         return self._plain(
             output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op
         )
 
 
-def install(modules: Sequence[Any], pool: Any) -> str:
+def install(modules: Sequence[Any]) -> str:
     """Let FSDP modules gather in torch's pool, by FSDP2's own method where it has one.
 
     Args:
         modules: Before their first step.
-        pool: For a torch that lacks the method.
 
     Returns:
         How: ``"set_symm_mem_for_comm"`` or ``"pool"``.
@@ -107,5 +83,5 @@ def install(modules: Sequence[Any], pool: Any) -> str:
     for module in modules:
         for group in fsdp2.param_groups(module):
             gather, _ = fsdp2.comms(group)
-            module.set_custom_all_gather(PooledAllGather(pool, gather))
+            module.set_custom_all_gather(PooledAllGather(gather))
     return "pool"
