@@ -115,6 +115,8 @@ class Process:
     #: What must not be freed while the process lives: written where that is found out, read by
     #: torch's symmetric memory, which adds nothing twice. A child has it, too.
     kept: list[Any] = field(factory=list, metadata=_INHERITED)
+    #: ``{cause: bytes of devices beyond segments}``: written by `counting`, read by `Stats`.
+    beyond: dict[str, int] = field(factory=dict)
 
     # Process groups, by themselves and not by their names: another may have had that before.
 

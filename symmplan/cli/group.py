@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import asdict
 
 from symmplan.errors import CommandError
-from symmplan.report.format import table
+from symmplan.report.format import size, table
 from symmplan.report.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def _examined(device: torch.device) -> dict[str, Any] | None:
     from symmplan.coordination.all_gather import all_gather_json
     from symmplan.coordination.groups import resolve_groups
     from symmplan.memory import resolve_backend
+    from symmplan.memory.device_memory import beyond_segments
     from symmplan.memory.topology import survey
     from symmplan.runtime.collectives import verdicts
 
@@ -80,17 +81,20 @@ def _examined(device: torch.device) -> dict[str, Any] | None:
     memory = resolve_backend("auto", device, groups).name
     found = verdicts(topology, memory)
     ran = _tried(found, device)
-    said = all_gather_json("doctor", {"default": ran}, world, _TIMEOUT)["default"]
+    mine = [ran, dict(beyond_segments()["beyond_segments"])]
+    said = all_gather_json("doctor", {"default": mine}, world, _TIMEOUT)["default"]
     if dist.get_rank():
         return None
     rows = [
-        _row(verdict, [ranks.get(verdict.collective, {}) for ranks in said]) for verdict in found
+        _row(verdict, [ran.get(verdict.collective, {}) for ran, _ in said]) for verdict in found
     ]
+    causes = dict.fromkeys(cause for _, beyond in said for cause in beyond)
     return {
         "ok": not any(row["failed"] for row in rows),
         "memory": memory,
         "topology": {**asdict(topology), "text": topology.text, "reach": topology.reach},
         "collectives": rows,
+        "beyond_segments": {c: max(beyond.get(c, 0) for _, beyond in said) for c in causes},
     }
 
 
@@ -188,4 +192,7 @@ def render(result: Mapping[str, Any]) -> str:
         if measured
         else "The last of these algorithms is taken; pushes are for FSDP2's choose='push'."
     )
+    beyond = [f"{cause} {size(nbytes)}" for cause, nbytes in result["beyond_segments"].items()]
+    if beyond:
+        last += f"\nBeyond segments a rank has at most, by its driver: {', '.join(beyond)}."
     return "\n".join([", ".join(words), "", *lines, "", last])

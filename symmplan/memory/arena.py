@@ -10,6 +10,7 @@ from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import own_work
 from symmplan.errors import OptionError, ReleasedError, RunError
 from symmplan.memory.backends import resolve_backend
+from symmplan.memory.device_memory import counting
 from symmplan.memory.health import Health
 from symmplan.memory.leased import lease_out
 from symmplan.memory.local import LocalBackend
@@ -208,8 +209,9 @@ class Arena:
             device = new[0][0].tensor.device
             backend = resolve_backend(self.memory, device, members, temporary=self.frees)
             exchange.round("joining", b"")
-            for segment, name, _ in new:
-                backend.rendezvous(segment, members[name], exchange)
+            with counting("communicators", device):
+                for segment, name, _ in new:
+                    backend.rendezvous(segment, members[name], exchange)
             exchange.round("joined", b"")
             backend.settle()
             exchange.finish()
@@ -361,23 +363,24 @@ def realize(
         if debug and isinstance(backend, ShmBackend) and has_process_groups():
             races = backend.races = RaceDetector(*world())
         compare_notes(plan, exchange, memory=backend.name)
-        for spec in plan.segments:
-            met = [members[group] for group in spec.groups]
-            host, begin, part = _part_of(within, spec)
-            segments[spec.name] = Segment(
-                spec,
-                backend.name,
-                # Not named: errors hold this frame.
-                *backend.allocate(spec, device, met, health, part),
-                timeout=timeout,
-                health=health,
-                host=host,
-                begin=begin,
-            )
-            part = None
-        exchange.round("allocated", b"")
-        for name, group in _pairs(plan):
-            backend.rendezvous(segments[name], members[group], exchange)
+        with counting("rendezvous", device):
+            for spec in plan.segments:
+                met = [members[group] for group in spec.groups]
+                host, begin, part = _part_of(within, spec)
+                segments[spec.name] = Segment(
+                    spec,
+                    backend.name,
+                    # Not named: errors hold this frame.
+                    *backend.allocate(spec, device, met, health, part),
+                    timeout=timeout,
+                    health=health,
+                    host=host,
+                    begin=begin,
+                )
+                part = None
+            exchange.round("allocated", b"")
+            for name, group in _pairs(plan):
+                backend.rendezvous(segments[name], members[group], exchange)
         exchange.round("ready", b"")
         backend.settle()
         exchange.finish()

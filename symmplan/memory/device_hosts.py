@@ -21,6 +21,7 @@ from symmplan.coordination.exchange import processes_of
 from symmplan.coordination.own import own_work
 from symmplan.errors import BackendError
 from symmplan.memory.counterparts import counterparts_of
+from symmplan.memory.device_memory import counting
 from symmplan.memory.kernels import as_bytes
 from symmplan.memory.torch_rendezvous import TorchRendezvous
 from symmplan.process import PROCESS
@@ -169,6 +170,7 @@ def device_counterparts(
             **group.here,
         )
     hosts = [process.host for process in processes_of(group.process_group)]
-    made = DeviceCounterparts(group, *counterparts_of(hosts, group.rank), device)
+    with counting("communicators", device):
+        made = DeviceCounterparts(group, *counterparts_of(hosts, group.rank), device)
     PROCESS.device_counterparts[group.process_group] = made
     return made

@@ -1,17 +1,36 @@
-"""Bytes of a device, by its driver and by torch's caching allocator."""
+"""Bytes of a device, by its driver and by torch's caching allocator.
+
+[Note: bytes beyond segments]
+    Communicators, signal pads, mappings of peers' memory and kernels take bytes of a device that
+    only its driver counts. It does not say whose they are. So the driver's number is read before
+    and after each thing that may take some. What grew beyond segments and torch's allocator is
+    counted as taken by that. Another process on the device may change it meanwhile, also to less
+    than nothing. What first uses the program's own communicators counts what these take then.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
 from symmplan.coordination.world import current
+from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
-__all__ = ["DeviceMemory", "device_memory", "empty_cache", "most_lately"]
+__all__ = [
+    "DeviceMemory",
+    "beyond_segments",
+    "counting",
+    "device_memory",
+    "empty_cache",
+    "most_lately",
+]
 
 
 @frozen
@@ -24,6 +43,7 @@ class DeviceMemory:
         most_reserved: The most that it had so far.
         allocated: Bytes of these that tensors have.
         most_allocated: The most that they had so far.
+        total: Bytes of the device.
     """
 
     free: int
@@ -31,6 +51,7 @@ class DeviceMemory:
     most_reserved: int = 0
     allocated: int = 0
     most_allocated: int = 0
+    total: int = 0
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
@@ -47,13 +68,14 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
     import torch
 
     known = torch.cuda.memory_stats(device)
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, most_reserved, allocated, most_allocated = (
+        int(known.get(f"{what}_bytes.all.{which}", 0))
+        for what in ("reserved", "allocated")
+        for which in ("current", "peak")
+    )
     return DeviceMemory(
-        int(torch.cuda.mem_get_info(device)[0]),
-        *(
-            int(known.get(f"{what}_bytes.all.{which}", 0))
-            for what in ("reserved", "allocated")
-            for which in ("current", "peak")
-        ),
+        int(free), reserved, most_reserved, allocated, most_allocated, total=int(total)
     )
 
 
@@ -80,3 +102,46 @@ def empty_cache(device: torch.device) -> None:
         with torch.cuda.device(device):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def counting(cause: str, device: torch.device) -> Iterator[None]:
+    """Count what is taken inside, beyond segments, for a cause, unless it is counted within.
+
+    See [Note: bytes beyond segments]. If it fails, nothing is counted.
+
+    Args:
+        cause: A word for people.
+        device: Where it is taken.
+
+    Collective: no.
+    """
+    counted, before = sum(PROCESS.beyond.values()), _beyond(device)
+    yield
+    more = _beyond(device) - before - (sum(PROCESS.beyond.values()) - counted)
+    if more:
+        PROCESS.beyond[cause] = PROCESS.beyond.get(cause, 0) + more
+
+
+def beyond_segments() -> dict[str, Any]:
+    """What was counted so far, as `symmplan.runtime.stats.Stats` has it. Collective: no."""
+    by_cause = sorted(PROCESS.beyond.items(), key=lambda item: (-item[1], item[0]))
+    return {
+        "bytes_beyond_segments": sum(PROCESS.beyond.values()),
+        "beyond_segments": tuple(by_cause),
+    }
+
+
+def _beyond(device: torch.device) -> int:
+    """Bytes of a device that neither segments nor torch's allocator have; 0 where there is none."""
+    there = None if current() is not None else device_memory(device)
+    if there is None:
+        return 0
+    held: int = sum(
+        segment.nbytes
+        for segment in PROCESS.segments
+        if segment.tensor.device.type == device.type
+        and device.index in (None, segment.tensor.device.index)
+        and segment.address not in PROCESS.pools  # which the allocator has
+    )
+    return there.total - there.free - there.reserved - held

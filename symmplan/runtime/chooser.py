@@ -21,7 +21,7 @@ from attrs import evolve, field, frozen
 
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
-from symmplan.memory.device_memory import empty_cache
+from symmplan.memory.device_memory import counting, empty_cache
 from symmplan.memory.torch_symm import SPLIT_WORDS
 from symmplan.model import Algorithm
 from symmplan.runtime.choice import DEMOTED
@@ -247,12 +247,13 @@ def _learn(
                 return
             timeout = preparation.options.timeout
             given = functools.partial(measure, memory=memory, device=device, timeout=timeout)
-            if ask and thread.submit(given, new, program, ask).result():
-                if new:  # what they were measured on is not the program's
-                    thread.submit(empty_cache, device).result()
-            elif ask:
-                for case in new:
-                    choices_of(groups[case.group])[case] = _unmeasurable(case)
+            with counting("trials", device):
+                if ask and thread.submit(given, new, program, ask).result():
+                    if new:  # what they were measured on is not the program's
+                        thread.submit(empty_cache, device).result()
+                elif ask:
+                    for case in new:
+                        choices_of(groups[case.group])[case] = _unmeasurable(case)
             if len(together) > 1:
                 _settle(program, groups, together, device, timeout)
 

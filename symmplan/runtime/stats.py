@@ -66,6 +66,11 @@ class Stats:
         missed: How often a pinned input was not in its placement and had to be copied there.
         crossing_bytes: Bytes that stay in their placements from a forward to its backward.
         evacuated: How often such a tensor had to be copied; see `CompileBackend.evacuated`.
+        bytes_beyond_segments: Bytes of its devices that symmplan has taken, by the driver's number,
+            beyond segments and torch's allocator: by all of the process; 0 on the CPU.
+        beyond_segments: The same by what took them, most first: ``"rendezvous"`` and
+            ``"communicators"`` for copy engines and between hosts, ``"trials"`` besides those, and
+            ``"kernels"``. Below 0 if another process has returned bytes meanwhile.
         reasons: Why calls were plain or copied, and how often, most frequent first.
         flat: FSDP modules whose gathers are flat, so that FSDP2 copies parameters out, and why.
         disengaged: Collectives that did not run as planned in the last check, and why; see
@@ -98,6 +103,8 @@ class Stats:
     missed: int = 0
     crossing_bytes: int = 0
     evacuated: int = 0
+    bytes_beyond_segments: int = 0
+    beyond_segments: tuple[tuple[str, int], ...] = ()
     reasons: tuple[tuple[str, int], ...] = ()
     flat: tuple[tuple[str, str], ...] = ()
     disengaged: tuple[tuple[str, str], ...] = ()
@@ -106,8 +113,8 @@ class Stats:
     def metrics(self) -> dict[str, int]:
         """The counters by name, ``{"symmplan/served": 36, ...}``, for a logger of numbers.
 
-        The names are always the same. For lists (``reasons``, ``flat``, ``disengaged``,
-        ``copied``) the value is the length. Sizes are in bytes.
+        The names are always the same. For lists (``beyond_segments``, ``reasons``, ``flat``,
+        ``disengaged``, ``copied``) the value is the length. Sizes are in bytes.
         """
         counted = asdict(self, recurse=False).items()
         return {

@@ -30,7 +30,7 @@ from symmplan.coordination.all_gather import all_agree, all_gather_json, leaders
 from symmplan.coordination.own import own_work
 from symmplan.errors import AgreementError
 from symmplan.memory.cache import borrowed
-from symmplan.memory.device_memory import device_memory, empty_cache
+from symmplan.memory.device_memory import counting, device_memory, empty_cache
 from symmplan.memory.room import LEFT, free_bytes
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem
@@ -124,7 +124,10 @@ def measure(
     # What only runs beside others, in torch's own way, needs no symmetric bytes.
     unserved = {*trials.groups} - {*trials.served}
     served = {name: group for name, group in groups.items() if name not in unserved}
-    engines = engines_of(served, memory, timeout)
+    # Communicators take bytes of a device, so only who may use them gets them.
+    useless = {*trials.groups} - {c.group for c in trials.parts if "copy engine" in c.algorithms}
+    able = {name: group for name, group in served.items() if name not in useless}
+    engines = engines_of(able, memory, timeout)
     if not cases or not trials.has_room:
         return not cases
     trials.allocate()
@@ -209,11 +212,14 @@ def measure_there(
     Collective: yes, over ``group``.
     """
     name, computes = choice.group, device.type == "cuda"  # nobody says how much meanwhile
-    clock = clock_of(device, timeout)
-    all_gather_json("measuring", {name: 0}, {name: group}, timeout)  # nobody has failed so far
-    with clock.together({name: group}):
-        beside = None if computes else 0.0
-        mine = seconds_of(clock, acts, group, choice.nbytes, beside=beside, enough=_ENOUGH)
+    with counting("trials", device):
+        clock = clock_of(device, timeout)
+        all_gather_json("measuring", {name: 0}, {name: group}, timeout)  # nobody has failed so far
+        with clock.together({name: group}):
+            beside = None if computes else 0.0
+            mine = seconds_of(clock, acts, group, choice.nbytes, beside=beside, enough=_ENOUGH)
+        del clock
+        empty_cache(device)
     said = all_gather_json("times", {name: mine}, {name: group}, timeout)[name]
     seconds = _slowest(mine, said)
     algorithm = fastest(seconds, kernels=computes, beside=computes)

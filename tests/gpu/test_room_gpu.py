@@ -115,3 +115,35 @@ def test_in_every_room_in_which_the_plain_program_runs_the_planned_one_does(shar
     for plain, planned in zip(found[False], found[True], strict=True):
         assert planned["losses"] == pytest.approx(plain["losses"], rel=1e-2)
         assert planned["retries"] <= plain["retries"] + 1  # the cache is emptied once
+
+
+def counted(rank, world):
+    """What grew beyond segments and torch's allocator since the recorded step, and what is told."""
+    from fsdp_models import Net, batch, mesh, shard
+
+    import symmplan
+
+    def beyond():
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        segments = sum(s.nbytes for s in symmplan.segments())
+        return total - free - torch.cuda.memory_reserved() - segments
+
+    model = shard(Net(BLOCKS, dim=DIM).cuda().bfloat16(), mesh=mesh(world, device="cuda"))
+    handle = symmplan.fsdp.apply(model, timeout=60.0)
+    seen = []
+    for step in range(4):
+        rows = batch(step, rank, dim=DIM, device="cuda").bfloat16()
+        model(rows).float().pow(2).mean().backward()
+        seen.append(beyond())
+    stats = handle.stats
+    handle.remove()
+    return seen, stats.bytes_beyond_segments, stats.beyond_segments
+
+
+def test_what_is_told_of_bytes_beyond_segments_is_what_the_driver_says():
+    with _make() as pool:
+        for seen, told, causes in pool.run(counted):
+            assert {cause for cause, _ in causes} >= {"communicators", "rendezvous"}
+            # A first launch of anything may load a module of some MiB.
+            assert abs(seen[-1] - seen[0] - told) <= 64 * MiB, (seen, causes)

@@ -20,6 +20,7 @@ from symmplan.integrate.eager.kernels import Cursor, declared_names, install, ov
 from symmplan.integrate.eager.recording import IterationRecording, Settings, meet
 from symmplan.integrate.eager.schedule import perform
 from symmplan.integrate.eager.streams import Roles, streams_of
+from symmplan.memory.device_memory import beyond_segments
 from symmplan.process import PROCESS
 from symmplan.report.log import LOG
 from symmplan.runtime.executor import executor
@@ -77,7 +78,7 @@ class Session:
     def stats(self) -> Stats:
         """See `Stats`."""
         frozen = self._frozen
-        counts: dict[str, Any] = self._counts + counted(self._made)
+        counts = dict[str, Any](self._counts + counted(self._made)) | beyond_segments()
         if frozen is None:
             return Stats(**counts)
         sites, plan = frozen.captured.sites, frozen.plan

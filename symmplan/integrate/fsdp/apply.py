@@ -13,6 +13,7 @@ from symmplan.integrate.fsdp.layout import NO_SEAM
 from symmplan.integrate.fsdp.runtime import Runtime
 from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
 from symmplan.memory import DEFAULT_TIMEOUT
+from symmplan.memory.device_memory import beyond_segments
 from symmplan.model import AlgorithmName
 from symmplan.runtime.executor import executor
 from symmplan.runtime.observe import Checked, check
@@ -108,6 +109,7 @@ class Handle:
             lower_bound_bytes=0 if plan is None else plan.lower_bound_bytes,
             unshared_bytes=0 if plan is None else plan.unshared_bytes,
             **counts,
+            **beyond_segments(),
         )
 
     @property

@@ -27,7 +27,12 @@ from symmplan.integrate.fsdp.push import Pushes
 from symmplan.integrate.fsdp.sums import warm_up
 from symmplan.memory import agree
 from symmplan.memory.cache import fits
-from symmplan.memory.device_memory import device_memory, most_lately
+from symmplan.memory.device_memory import (
+    beyond_segments,
+    counting,
+    device_memory,
+    most_lately,
+)
 from symmplan.memory.held import bytes_beside
 from symmplan.memory.room import Usage
 from symmplan.memory.streams import current_stream, synchronize
@@ -307,6 +312,7 @@ class Memory:
             # Of what was made since the step was recorded, tenants may come to live here.
             tenants = [tenant.arena for tenant in self.tenants if tenant is not None]
             others = bytes_beside([*self._arenas, *self._older, *tenants])
+            others += max(0, beyond_segments()["bytes_beyond_segments"])
             usage = evolve(usage, most=usage.most - others, beyond=usage.most * beyond // 100)
         return preparation.room(
             preparation.memory,
@@ -344,10 +350,13 @@ class Memory:
         synchronize(self.device)
 
         def with_engines(arena: Arena) -> None:
+            if not arena.segments:  # nothing runs there
+                return
             engines = self._known_engines()
             if engines:
                 register(arena, engines)
-            warm_up(self.device)
+            with counting("kernels", self.device):
+                warm_up(self.device)
 
         return self.preparation.obtain(plan, self.device, groups, with_engines)
 

@@ -31,6 +31,7 @@ from symmplan.integrate.moe.routes import (
     exchange_routes,
 )
 from symmplan.integrate.moe.slot import RowSlot
+from symmplan.memory.device_memory import beyond_segments
 from symmplan.memory.streams import current_stream, mark, on_stream, synchronize, wait_for
 from symmplan.runtime.executor import executor
 from symmplan.runtime.options import whole
@@ -116,7 +117,7 @@ class ExpertParallel:
     def stats(self) -> Stats:
         """See `Stats`; a call is one dispatch or combine, or the backward of one."""
         plan, arena = self.plan, self._slot.arena
-        counts = dict[str, Any](self._counts + self._slot.counts)
+        counts = dict[str, Any](self._counts + self._slot.counts) | beyond_segments()
         return Stats(
             plans=int(plan is not None),
             placed=0 if plan is None else len(plan.placements),
