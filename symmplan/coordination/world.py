@@ -76,7 +76,7 @@ class World:
             refers to a tensor's storage any more.
         is_segment: Told of a tensor that lies in a segment.
         allocated: Bytes of tensors that lie in no segment: now, and the most so far.
-        lately: The most since the last call of it.
+        lately: The most since who asks has asked before.
         on_join: Called when a new planner joins.
         reads_values: Whether an error says that a tensor has no value.
     """
@@ -98,7 +98,7 @@ class World:
     hold: Callable[[Sequence[torch.Tensor], int, torch.Tensor], Any] = lambda *_: None
     is_segment: Callable[[torch.Tensor], Any] = id
     allocated: Callable[[], tuple[int, int]] = lambda: (0, 0)
-    lately: Callable[[], int] = int
+    lately: Callable[[Any], int] = lambda _: 0
     on_join: Callable[[], Any] = int
     reads_values: Callable[[BaseException], bool] = bool
 

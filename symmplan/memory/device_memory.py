@@ -79,18 +79,19 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
     )
 
 
-def most_lately(there: DeviceMemory, before: int) -> int:
-    """The most bytes that tensors had since somebody asked before. Collective: no.
+def most_lately(there: DeviceMemory, before: int, asker: object) -> int:
+    """The most bytes that tensors had since ``asker`` asked before. Collective: no.
 
     Torch says only what was the most so far: a peak below that is not seen.
 
     Args:
         there: What the device has now.
         before: ``there.most_allocated`` as it was then.
+        asker: Who asks; there are several where a program has several models.
     """
     world = current()
     if world is not None:
-        return world.lately()
+        return world.lately(asker)
     return there.most_allocated if there.most_allocated > before else there.allocated
 
 

@@ -51,7 +51,7 @@ class Storages:
     _begin: int = 0
     _now: int = 0
     _highest: int = 0
-    _lately: int = 0
+    _lately: dict[Any, int] = field(factory=dict)
     _modules: weakref.WeakSet[torch.nn.Module] = field(factory=weakref.WeakSet)
 
     def seen(self, tensor: torch.Tensor) -> _Storage:
@@ -94,14 +94,17 @@ class Storages:
         self._count()
         return self._now, self._highest
 
-    def lately(self) -> int:
-        """The most since somebody asked for it."""
+    def lately(self, asker: Any) -> int:
+        """The most since ``asker`` asked for it; now, if that is the first time."""
         self._count()
-        most, self._lately = self._lately, self._now
+        most = self._lately.get(asker, self._now)
+        self._lately[asker] = self._now
         return most
 
     def _count(self) -> None:
-        self._highest, self._lately = max(self._highest, self._now), max(self._lately, self._now)
+        self._highest = max(self._highest, self._now)
+        for asker, most in self._lately.items():
+            self._lately[asker] = max(most, self._now)
 
     def segment(self, tensor: torch.Tensor) -> None:
         """What was made last lies in a segment, or is one."""

@@ -252,7 +252,7 @@ class Memory:
         if self.usage is None and recording is not None:
             there = device_memory(self.device)
             if there is not None:
-                most = most_lately(there, self._most)
+                most = most_lately(there, self._most, self)
                 if not recording.moments:
                     most = there.allocated
                 self._most = max(self._most, there.most_allocated)

@@ -130,13 +130,12 @@ STREAM_NUMBERS = Seam(
     only_with="torch._C:_cuda_getDevice",
 )
 
-WORKSPACES = Seam(
+WORKSPACES = _built(
     "workspaces of torch's pipelined products",
     "reporting",
     "symmplan bench compile compares pipelined products with them",
     ("graphs",),
     names("torch.distributed._symmetric_memory", "enable_symm_mem_for_group"),
-    only_with=_BUILT,
 )
 
 ALL_TO_ALL = Seam(
