@@ -6,6 +6,7 @@ import functools
 import json
 
 import attrs
+import idle_bytes
 import pytest
 import torch
 import torch.distributed as dist
@@ -165,6 +166,17 @@ def test_who_asks_for_a_peak_takes_it_from_nobody_else():
     assert storages.lately("a") == 8
     assert storages.lately("b") == 32
     assert storages.lately("c") == 8
+
+
+@pytest.mark.parametrize("tokens", [4, 1024])
+def test_what_idle_bytes_could_give_is_between_nothing_and_all_of_them(tokens):
+    """It may be more than without symmplan: pushed gradients stay until peers have them."""
+    run = functools.partial(trained, 3, tokens, None, 1)
+    report, lent = idle_bytes.bound_of(functools.partial(with_capacity, run), 8)
+    assert report.ordinary_bytes.total < lent < report.device_bytes
+    assert lent <= report.device_bytes_without * 1.01
+    plain, nothing = idle_bytes.bound_of(functools.partial(ordinary, run), 8)
+    assert nothing == plain.device_bytes == report.device_bytes_without
 
 
 def _of_experts(plan):
