@@ -28,7 +28,6 @@ from symmplan.integrate.fsdp.sums import warm_up
 from symmplan.memory import agree
 from symmplan.memory.cache import fits
 from symmplan.memory.device_memory import (
-    beyond_segments,
     counting,
     device_memory,
     most_lately,
@@ -312,7 +311,6 @@ class Memory:
             # Of what was made since the step was recorded, tenants may come to live here.
             tenants = [tenant.arena for tenant in self.tenants if tenant is not None]
             others = bytes_beside([*self._arenas, *self._older, *tenants])
-            others += max(0, beyond_segments()["bytes_beyond_segments"])
             usage = evolve(usage, most=usage.most - others, beyond=usage.most * beyond // 100)
         return preparation.room(
             preparation.memory,

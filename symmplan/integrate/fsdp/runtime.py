@@ -59,8 +59,7 @@ class Runtime:
     Args:
         options: The options of `apply`.
         modules: How many FSDP modules there are.
-        live: How many of them may have their parameters at once; see
-            [Note: unsharded modules] in `symmplan.capture.fsdp_unsharded`.
+        live: How many of them may be unsharded at once; see `symmplan.capture.fsdp_unsharded`.
 
     Attributes:
         options: The same.
@@ -250,8 +249,6 @@ class Runtime:
             return None
         return self.schedule.expected(key, self.memory.name, scheduled)
 
-    # Running collectives.
-
     def run(
         self,
         slot: Slot | None,
@@ -297,8 +294,7 @@ class Runtime:
                 f"the gradients of FSDP module {slot.key.site!r} were pushed to its peers",
                 expected="a sum or an average over the group of the plan",
                 got=f"{reason}, over group {name!r}",
-                fix="call handle.remove() and symmplan.fsdp.apply(model) again before the program "
-                "changes",
+                fix="call handle.remove() and symmplan.fsdp.apply(model) before the program changes",
                 module=slot.key.site,
             )
         if act is None:
