@@ -294,7 +294,7 @@ class Runtime:
                 f"the gradients of FSDP module {slot.key.site!r} were pushed to its peers",
                 expected="a sum or an average over the group of the plan",
                 got=f"{reason}, over group {name!r}",
-                fix="call handle.remove() and symmplan.fsdp.apply(model) before the program changes",
+                fix="call handle.remove() and symmplan.fsdp.apply(model) before it changes",
                 module=slot.key.site,
             )
         if act is None:
