@@ -261,8 +261,6 @@ def _count(counts, program, results):
         counts["acts"] += result["done"]
         counts["acts that were drawn"] += len(program.acts)
         counts["programs that plain FSDP2 ended"] += result["unsupported"] is not None
-        if result["unsupported"]:
-            print("UNSUP", result["unsupported"][:300])
         counts.update({f"- {reason}": count for reason, count in result["counts"].items()})
 
 

@@ -34,8 +34,12 @@ class ReducingActs:
             block.without = ""
 
     def uneven(self, who, others, more):
-        """A rank has more micro-batches than the others, while all is unsharded."""
+        """A rank has more micro-batches than the others, while all is unsharded.
+
+        Each block runs once: FSDP2 gathers those again that repeat.
+        """
         self.model.set_reshard_after_forward(False)
+        self.model.order = list(range(len(self.model.parts)))
         count = others + more * (self.rank == who)
         for micro in range(count):
             last = micro == count - 1
@@ -115,10 +119,12 @@ def drawn_pushed(seed, ranks=None):
     units = tuple(evolve(unit, **draw.types()) for unit in program.units)
     acts = [act for act in program.acts if act[0] != ("autocast" if param else "")]
     in_backward = draw.flag(0.15)
-    # Torch waits in vain where a rank alone ends a block's backward in another order.
+    # Torch waits in vain where a rank alone ends a block's backward in another order, and refuses
+    # gradients of two types in one module.
     alike = not any(unit.recompute or unit.frozen != "-" for unit in units)
     alike = alike and not any(act[0] in ("recompute", "learn") for act in acts)
-    refused = ("" if alike else "without_alone", "clip" if in_backward else "")
+    refused = () if alike else ("without_alone", "uneven")
+    refused += ("clip",) if in_backward else ()
     acts = [act for act in acts if act[0] not in refused]
     for _ in range(draw.randint(1, 4)):
         act = draw.reduced(program)
