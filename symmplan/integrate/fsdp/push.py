@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Pushes", "sent_as"]
 
+#: What ranks compare that meet because a step failed.
+_FAILED = note("barrier_", "a failed push")
+
 
 class Pushes:
     """The reductions over one group, one after the other.
@@ -128,7 +131,12 @@ class Pushes:
         self._shared = slot if shared else None
         kept = tuple(gradients)  # FSDP2 forgets those of its list
         self._kept, self._fits = kept if self._stream is None else (), fits
-        self._call = note("reduce_scatter_out", f"push {site} {travels}", in_offset=slot.offset)
+        self._call = note(
+            "reduce_scatter_out",
+            f"push {site} {travels}",
+            in_offset=slot.offset,
+            nbytes=sum(g.numel() for g in kept) * travels.itemsize,
+        )
 
         def push() -> None:
             if again:
@@ -155,7 +163,7 @@ class Pushes:
         if self._shared is None or not self._unmet:
             return
         with self._aside():
-            self._meeting.barrier()
+            self._meeting.enter(_FAILED)
         self._unmet, self._shared, self._kept = False, None, ()
 
     @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import pytest
@@ -157,6 +158,42 @@ def other_order(rank, world, algorithm):
 def test_ranks_that_push_the_gradients_of_different_modules_all_raise(algorithm):
     with RankPool(2) as two:
         for outcome in two.outcomes(other_order, algorithm):
+            assert outcome.error is not None
+            assert "make different calls" in outcome.error.text
+
+
+def failing_alone(rank, world, algorithm, moment):
+    """In a step rank 1 alone fails between a push and its meeting, and goes on with the next."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    model = shard(Net(), reshard_after_forward=False)
+    handle = symmplan.fsdp.apply(model, choose=algorithm, timeout=20.0)
+    divide, count = collectives._div_if_needed, []
+
+    def failing(*args):  # it comes twice in each reduction
+        count.append(step)
+        if rank == 1 and count.count(3) > moment:
+            raise torch.OutOfMemoryError("no luck")
+        return divide(*args)
+
+    collectives._div_if_needed = failing
+    try:
+        for step in range(6):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                model(batch(step, rank)).pow(2).mean().backward()
+            if rank == 1 and step == 3 and hasattr(model, "reset_iter_state"):
+                model.reset_iter_state()
+            count.clear()
+    finally:
+        collectives._div_if_needed = divide
+        handle.remove()
+
+
+@pytest.mark.parametrize("moment", [0, 2])
+@pytest.mark.parametrize("algorithm", ["push", "shared push"])
+def test_a_rank_that_fails_alone_in_a_push_ends_in_errors_on_all_ranks(algorithm, moment):
+    with RankPool(2) as two:
+        for outcome in two.outcomes(failing_alone, algorithm, moment):
             assert outcome.error is not None
             assert "make different calls" in outcome.error.text
 
