@@ -167,7 +167,7 @@ class OutOfSharedMemoryError(BackendError):
 
 
 class MissingSeamError(BackendError):
-    """A torch has no longer, or not yet, what symmplan rests on; ``missing`` names it."""
+    """This torch lacks a private name that symmplan needs; ``missing`` names it."""
 
     rule = "torch lacks a name that symmplan needs"
 

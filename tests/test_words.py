@@ -60,6 +60,15 @@ PHRASES = {
     r"\bin company\b": "beside concurrent collectives",
     r"\bdepart(?:s|ed|ure)\b from (?:its|the|a) plan": "diverge",
     r"\bboards?\b": "epoch counters",
+    # Turns of a sentence that need a second reading.
+    r"\bby then\b": "the moment, by its name",
+    r"\bin vain\b": "what fails",
+    r"\b(?:thereof|that which)\b": "the noun",
+    r"\b(?:what|all) there is(?= to\b|[.,;:])": "the noun",
+    r"\bis no (?:\w+ )?number\b": "is not a number",
+    r"\b(?:on which|what)\b[^.,;:]{0,40}\brests?\b": "what depends on",
+    r"\botherwise than\b": "not as",
+    r"\bhave bytes(?: for [^.,;:]{0,40})? at once\b": "are unsharded at the same time",
 }
 
 
@@ -140,7 +149,20 @@ def test_an_old_name_is_found(source):
 
 @pytest.mark.parametrize(
     "text",
-    ["what gave way to the\n    # budget", "a table of\nchoices", "A loan.", "its carve-out"],
+    [
+        "what gave way to the\n    # budget",
+        "a table of\nchoices",
+        "A loan.",
+        "its carve-out",
+        "in the way that this has by\n    then",
+        "the buffer and the size thereof",
+        "what no rank\n# waits for in vain",
+        "``timeout`` is no number",
+        "what correctness rests on",
+        "it ran otherwise than planned",
+        "modules that have bytes at once",
+        "that is all there is.",
+    ],
 )
 def test_an_old_phrase_is_found(text):
     assert old_phrases("docs/x.md", text)

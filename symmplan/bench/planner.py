@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     efforts = ("fast", "optimal") if args.effort == "both" else (args.effort,)
     sizes = _QUICK if args.quick else _FULL
-    # Files all at once: a bad one must not cost the minutes of those before it.
+    # All files first: a bad one must not cost the minutes of those before it.
     files = [(Path(path).name, Problem.from_csv(path)) for path in args.csv or ()]
     others = _others()
     progress, found = ProgressLine(), []

@@ -5,10 +5,10 @@
     it at any time, even in ways that are not seen. So the release of a storage is recorded. If
     other operations lie between the last use and the release, the buffer gets one more access,
     ``<buffer>:drop``, on the stream on which it was made. A program that uses the buffer on another
-    stream must have made the first stream wait by then; otherwise the memory would not be safe
-    without a plan either. With ``record_stream`` the buffer gets such an access on each of those
-    streams, too. A program that drops each tensor right after its last use has no such accesses,
-    and gives exactly the problem of FX.
+    stream must make the first stream wait before the release; otherwise the memory would not be
+    safe without a plan, either. With ``record_stream`` the buffer gets such an access on each of
+    those streams, too. A program that drops each tensor right after its last use has no such
+    accesses, and gives exactly the problem of FX.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def problem_of(
             themselves: one address for all of a module's, in use until the parameters are released.
         tenants: ``{number: its bytes}``, in use while it runs, or always. All groups of a problem
             with tenants may share a segment.
-        live: How many of those may be alive at once; see `symmplan.capture.fsdp_unsharded`.
+        live: How many of those may be alive together; see `symmplan.capture.fsdp_unsharded`.
 
     Returns:
         The problem, and for each recording the collectives that ran, in order.

@@ -17,7 +17,7 @@ _ANY = 1 << 60
 
 
 class Needed(NamedTuple):
-    """Bytes of tensors that later steps have at once.
+    """Bytes of tensors that later steps have at the same time.
 
     Attributes:
         need: The most without FSDP2's buffers.
@@ -32,7 +32,7 @@ class Needed(NamedTuple):
 
 
 def needed(recording: Recording, unsharded: Mapping[str, int]) -> Needed:
-    """The most bytes of tensors that later steps have at once, without and with FSDP2's buffers.
+    """The most bytes of tensors that later steps have together, without and with FSDP2's buffers.
 
     All that the plan replaces was there between two moments at which somebody looked that was there
     at both; where FSDP2 alone allocated, all that was there at any. What a step leaves behind for

@@ -1,4 +1,4 @@
-"""How many modules' unsharded parameters have bytes at once, and until when.
+"""How many modules are unsharded at the same time, and until when.
 
 [Note: released late]
     FSDP2 reshards a module before it unshards the next. If the next one took the bytes over, its
@@ -38,7 +38,7 @@ def gathers_unsharded(recording: Recording, zero_copy: set[int], live: int | Non
     Args:
         recording: What the program did.
         zero_copy: Indices of the all-gathers that fill parameters.
-        live: How many of these may be alive at once; None: as many as in [Note: released late].
+        live: How many of these may be alive together; None: as many as in [Note: released late].
     """
     late = _released_late(recording, zero_copy)
     if live is None or _most(late, zero_copy) <= live:
@@ -54,7 +54,7 @@ def gathers_unsharded(recording: Recording, zero_copy: set[int], live: int | Non
 def most_alive(
     recordings: Sequence[Recording], zero_copy: Collection[str], live: int | None
 ) -> int:
-    """How many gathers of these modules have bytes at once."""
+    """How many gathers of these modules have bytes at the same time."""
     most = 0
     for recording in recordings:
         inside = {i for i, call in enumerate(recording.collectives) if _gathers(call, zero_copy)}

@@ -270,7 +270,7 @@ def _escaping(
 
 
 def _saved(decider: Decider, saved: Collection[int]) -> dict[int, str]:
-    """``{output: its buffer}`` of what crosses into the backward in its placement."""
+    """``{output: its buffer}`` of tensors that cross to the backward in their placements."""
     values = decider.values
     outputs = _outputs(values.graph) if saved else []
     found: dict[int, str] = {}

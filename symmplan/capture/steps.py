@@ -1,9 +1,8 @@
 """Operations and accesses of captured graphs, as they will run: with their staging copies.
 
 For debugging, every placement can be overwritten when its live range ends, so that a late reader
-gets visibly wrong values. Such a write is an access like any other, because peers may own the bytes
-by then. So it is part of the problem that is planned, and the plan keeps it apart from later
-accesses.
+gets visibly wrong values. Such a write is an access like any other, because peers may already own
+the bytes. So it is part of the problem, and the plan keeps it apart from later accesses.
 """
 
 from __future__ import annotations

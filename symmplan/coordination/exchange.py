@@ -9,7 +9,7 @@
 
     Rounds that belong together share a sequence number, which each rank counts in the store
     itself: process groups may be destroyed and made again on the same store. Each rank also posts
-    which round it began with, so that ranks in different calls do not wait for each other in vain.
+    which round it began with, so that ranks in different calls do not wait until the timeout.
     Sessions have numbers of their own; see [Note: keys of a session].
 
 Only JSON and raw bytes travel. Nothing read from a peer is unpickled.

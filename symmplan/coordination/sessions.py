@@ -12,7 +12,7 @@ Errors travel from rank to rank as plain data, which is never unpickled.
     the whole session, so that its peers find it wherever they wait.
 
     A rank posts which session it is in. A peer that waits for it outside that session, or in an
-    earlier one, gets an error at once.
+    earlier one, gets an error immediately.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@
 [Note: memory order]
     "Arrived" must become visible after all bytes written before, and bytes must be read after
     "arrived" was seen. Counters are aligned 8-byte words, stored and loaded by numpy in one piece.
-    On x86-64 that is all there is to do: the processor neither reorders stores with stores nor
+    On x86-64 that is enough: the processor neither reorders stores with stores nor
     loads with loads, glibc fences the streaming stores of its memcpy, and the compiler cannot see
     through Python. Elsewhere (AArch64) both sides take and give back a lock of their own: the
     release store followed by the acquiring load of the same word orders everything before against
@@ -135,7 +135,7 @@ class ControlArea:
         """Tell the peers not to wait for this rank any more.
 
         Args:
-            because: Keys of the processes that it waited for in vain; some, if there are many.
+            because: Keys of the processes that did not arrive; some of them, if there are many.
         """
         if self.status == _WELL:
             for i, key in enumerate(because[: _HEADER - 1]):
@@ -169,7 +169,7 @@ class Meeting(Rendezvous):
     Of a group on several hosts those of this host meet, with the ranks ``near``. In
     each area the group's part begins at the word that ``starts`` says.
     ``on_failure`` is called with the error of a failed barrier, and with the keys of the processes
-    that were waited for in vain. ``watched`` is told of arrivals and meetings, with the ranks
+    that did not arrive. ``watched`` is told of arrivals and meetings, with the ranks
     ``world`` in the default process group, if the segment is watched for races.
     """
 
@@ -339,7 +339,7 @@ class Meeting(Rendezvous):
         return [rank for rank, counter in self._others if counter[0] < self._count]
 
     def _look_for_the_dead(self) -> None:
-        """Raise if the wait is in vain.
+        """Raise if the wait cannot succeed.
 
         A rank that gave up counts even if it had arrived: it no longer takes part. One that
         arrived and then released its arena, or ended, did all that was asked of it.

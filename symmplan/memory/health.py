@@ -22,7 +22,7 @@ class Health:
     Attributes:
         reason: First line of the first error, None while all is well. Not the error itself: its
             traceback would hold on to the frames that hold the memory.
-        on_break: Called with the keys of processes that were waited for in vain.
+        on_break: Called with the keys of processes that did not arrive.
     """
 
     reason: str | None = None
@@ -31,7 +31,7 @@ class Health:
     def break_(self, error: BaseException, because: Sequence[int] = ()) -> None:
         """Make the arena unusable because of ``error``; the first one stays.
 
-        ``because`` are keys of the processes that this rank waited for in vain.
+        ``because`` are keys of the processes that did not arrive.
         """
         if self.reason is None:
             self.reason = (str(error) or repr(error)).splitlines()[0]

@@ -14,7 +14,7 @@ segment.
 
     Every access is first written down in shared memory (`symmplan.memory.race_log`), with the
     component at which it ends, and then compared with what the other ranks have written down: an
-    access of a peer whose end this rank has not heard of is not ordered before this one. Of two
+    access of a peer whose end this rank does not know of is not ordered before this one. Of two
     racing ranks, the one that comes second sees the other. So a race is also found when the bytes
     happened to come out right. The accesses of an asynchronous collective do not end before its
     wait.
@@ -22,7 +22,7 @@ segment.
     The detector does not see every kind of order, such as a message through a store. It reports
     accesses that are ordered only in that way. A plan does not count on such an order either.
 
-[Note: who hears of a race]
+[Note: who learns of a race]
     A rank that finds a race breaks all watched arenas, writes the race into their logs, and raises.
     Peers that wait on an arena notice that it is broken; peers that go on look into the logs at
     their next access.
@@ -292,7 +292,7 @@ class RaceDetector:
     ) -> NoReturn:
         """Raise, here and on the others: a race of this rank with ``rank``, maybe with itself.
 
-        See [Note: who hears of a race].
+        See [Note: who learns of a race].
 
         Raises:
             RaceError: Always.

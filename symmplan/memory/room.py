@@ -62,7 +62,7 @@ class Usage:
     """What a program had of this rank's device before anything of it was planned.
 
     Attributes:
-        need: Bytes of tensors that it goes on to need at once, what plans replace left out.
+        need: Peak bytes of tensors that it still needs, without those that plans replace.
         most: The most bytes that torch's allocator had of the driver.
         slack: What `symmplan.capture.fsdp_memory.Needed` has besides.
         beyond: How many bytes more than ``most`` a plan may come to.

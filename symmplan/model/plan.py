@@ -144,7 +144,7 @@ class Alternative:
     """The same program planned otherwise, for `Plan.advice` to try.
 
     Attributes:
-        unsharded_modules: How many modules' unsharded parameters have bytes at once.
+        unsharded_modules: How many modules may be unsharded at the same time.
         problem: The program's problem then.
         parameters: Names of the buffers that are the parameters themselves; see
             `symmplan.planner.parameters`.
@@ -172,11 +172,11 @@ class Plan:
         optimal: Whether ``peak_bytes`` is proven minimal: it equals ``lower_bound_bytes``.
         search: How the search for fewer bytes ended: ``"complete"``, nothing was left to try
             inside the segments; ``"limit"``, its work was used up; ``"skipped"``, a segment has
-            too many buffers at once to be searched. No part of the fingerprint.
+            too many buffers to be searched together. No part of the fingerprint.
         bounds: Bounds that replace those of the segments of their groups: one for each set of
             groups that could share segments and have several.
         budget: What a budget demoted; None if nothing had to. No part of the fingerprint.
-        unsharded_modules: How many modules' unsharded parameters have bytes at once; None where
+        unsharded_modules: How many modules may be unsharded at the same time; None where
             there are no modules. No part of the fingerprint, nor of the plan's JSON; nor is what
             follows.
         alternatives: The same program with fewer and with more unsharded modules, planned by

@@ -106,7 +106,7 @@ def _total(plan: Plan, found: list[Advice]) -> Iterator[Advice]:
 
 
 def _also(problem: Problem, plain: Problem, advice: Advice) -> Problem:
-    """A problem with one more change: what a piece of advice has otherwise than ``plain``.
+    """A problem with one more change: how the problem of an advice differs from ``plain``.
 
     Raises:
         ProblemError: The changes contradict each other.

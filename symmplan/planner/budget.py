@@ -48,7 +48,7 @@ def bytes_of(given: int | str | None) -> int | None:
             (powers of 1000). None stays None.
 
     Raises:
-        PlanningError: It is no such number, or negative.
+        PlanningError: It is not such a number, or negative.
 
     >>> bytes_of("40GiB"), bytes_of("512 MiB"), bytes_of("10MB"), bytes_of("1.5 KiB"), bytes_of(7)
     (42949672960, 536870912, 10000000, 1536, 7)

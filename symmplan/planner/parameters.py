@@ -5,7 +5,7 @@
     longer than planned: its address is fixed, and in use until its module is done. A rank may
     keep a buffer that its peers do not, so it could not even fail alone. Therefore parameters get
     the first bytes of a segment to themselves, and FSDP2's buffers, which can be staged, the rest.
-    Where layers are alike this costs nothing: at the peak, in backward, both are needed at once.
+    Where layers are alike this costs nothing: at the peak, in backward, both are needed together.
 
 [Note: one offset, several live ranges]
     To the planner buffers that must share their offset are one buffer from the first access of any

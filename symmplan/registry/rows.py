@@ -18,11 +18,11 @@
     other ranks wait for the root only. In an all-to-all a rank waits for those ranks that send it
     something; with given splits there may be none. So neither of these two synchronizes.
 
-    *enters*, *releases*: a rank's tensors are the collective's from the moment it calls it until
-    its work ends there; that is the contract under which programs reuse them. Peers, and whoever
-    moves the bytes, touch them at no other time. But a rank's own input is read at once, whether
-    or not peers have arrived: no collective handshakes in the sense of ours, and none releases,
-    since the others may still be at theirs when this rank is through.
+    *enters*, *releases*: a rank's tensors belong to the collective from the rank's call until its
+    work ends on that rank. Under this contract programs reuse them. Peers, and the code that moves
+    the bytes, touch them at no other time. But a rank's own input is read immediately, whether or
+    not peers have arrived. So no collective handshakes in symmplan's sense. None releases, either,
+    since the others may still run theirs when this rank has finished.
 
     Sources: torch's ``csrc/distributed/c10d/Functional.cpp`` and ``ProcessGroup.hpp``; NCCL's user
     guide on symmetric windows and copy-engine collectives.

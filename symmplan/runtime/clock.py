@@ -1,28 +1,28 @@
 """Times algorithms by which a collective can run, on all ranks together.
 
 [Note: what is timed]
-    On a device: the span from the begin of the first to the end of the last of two things that run
-    side by side, on two streams. One is the collective, several times if it is small. The other is
-    as many matrix products as the program runs beside it, but not many more than hide it. If that
-    number is not known, the products take as long as the ordinary algorithm takes alone. An
-    algorithm that is slower by itself and one that slows the products down both make the span
-    longer, each by its cost in such a program. All ranks begin together, after an all-reduce. The
-    host is ahead of the device by then, because other products run before that all-reduce, for
-    longer than the host needs to queue what is timed. On the CPU the products run between the
-    collective's start and its end.
+    On a device two things run at the same time, on two streams: the collective, several times if it
+    is small, and as many matrix products as overlap with it in the program, but not many more than
+    hide it. If that number is not known, the products take as long as the ordinary algorithm alone.
+    The measured span begins with the first of the two and ends with the last. An algorithm that is
+    slower by itself makes the span longer, and so does one that slows the products down, each by
+    its cost in such a program. All ranks begin together, after an all-reduce. Before the all-reduce
+    other products run, for longer than the host needs to queue the measured work, so that the host
+    is ahead of the device. On the CPU the products run between the collective's start and its end.
 
     A concurrent collective runs as often as the collective that is timed, on a third stream. On the
     CPU it runs between that collective's start and end, and the products run within it.
 
 [Note: a rank that fails meanwhile]
-    If peers do not come to a collective of a process group on the CPU, only the group's own timeout
-    ends it, which is half an hour by default. So on the CPU the collectives run in a thread of
-    their own, and the thread that waits for it looks whether a peer has failed, as the host of a
-    device does. A rank that fails has missed collectives that its peers have begun, so the program
+    If a peer does not join a collective of a process group on the CPU, only the group's own timeout
+    ends it, which is half an hour by default. So on the CPU the collectives run in a separate
+    thread. The thread that waits for it checks whether a peer has failed, as the host of a device
+    does. A rank that fails has missed collectives that its peers have begun, so the program
     cannot use the group any more. That is an error on all ranks, even if the reason is a lack of
     memory.
 
-The algorithms take turns, the median of some turns is taken, and the slowest rank counts.
+Rounds of the algorithms alternate. The time of a round is that of its slowest rank, and the result
+is the median.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class Clock:
         return future.result()
 
     def _waits(self, deadline: float) -> None:
-        """Raise if the wait is in vain."""
+        """Raise if the wait cannot succeed."""
         self._look()
         if time.monotonic() > deadline:
             raise PeerTimeoutError(
@@ -280,7 +280,7 @@ def clock_bytes(device: torch.device) -> int:
 
 
 def at_once(act: Callable[[], Any]) -> Act:
-    """A function that runs a collective on its stream and waits for it at once."""
+    """A function that runs a collective on its stream and waits for it immediately."""
 
     def run(beside: Callable[[], None]) -> None:
         act()

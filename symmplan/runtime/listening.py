@@ -34,7 +34,7 @@ _ALL_TO_ALL = "c10d::alltoall_base_"
 
 
 def listen(listener: Recording | None, device: torch.device) -> None:
-    """Let ``listener`` hear of the collectives of all process groups, but for symmplan's own.
+    """Report the collectives of all process groups to ``listener``, except symmplan's own.
 
     Args:
         listener: What hears; nothing if None.

@@ -183,7 +183,7 @@ class Seen:
         algorithm: How it ran; empty if nothing was seen of it.
         kernels: ``{name: how often}`` of its kernels and copies between devices; in shared memory,
             of its ops.
-        reason: Why it ran otherwise than planned, as far as that is known; empty if it did not.
+        reason: Why it did not run as planned, as far as that is known; empty if it did.
     """
 
     planned: Expected
@@ -395,7 +395,7 @@ def _algorithm(expected: Expected, kinds: set[str], ops: Collection[str]) -> Alg
 
 
 def _why(expected: Expected, algorithm: AlgorithmName | None, topology: Topology) -> str:
-    """Why a collective ran otherwise than planned, as far as is known."""
+    """Why a collective did not run as planned, as far as is known."""
     if algorithm is None:
         return "nothing was seen of it: a CUDA graph or another thread may have launched it"
     memory = expected.memory

@@ -63,9 +63,9 @@ class Options:
 
     Raises:
         OptionError: A backend, an algorithm or a debug mode, or collectives that do not
-            exist, a timeout that is no number of seconds, or a table that cannot be read.
+            exist, a timeout that is not a number of seconds, or a table that cannot be read.
         BackendError: A backend that serves no device of this process.
-        PlanningError: An effort that does not exist, or a capacity that is no number of bytes.
+        PlanningError: An effort that does not exist, or a capacity that is not a number of bytes.
     """
 
     memory: str = "auto"
@@ -228,7 +228,7 @@ def known(what: str, given: object, names: Sequence[object]) -> None:
 
 
 def whole(what: str, given: object, least: int = 1) -> None:
-    """Refuse what is no whole number of at least ``least``.
+    """Refuse everything but an integer of at least ``least``.
 
     Raises:
         OptionError: It is none; True is not 1.

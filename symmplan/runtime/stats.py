@@ -123,6 +123,6 @@ class Stats:
         }
 
     def __repr__(self) -> str:
-        """Without what there is none of."""
+        """Without empty entries."""
         counted = asdict(self, recurse=False).items()
         return f"Stats({', '.join(f'{name}={value!r}' for name, value in counted if value)})"

@@ -12,7 +12,7 @@
     start and its wait. Ranks that it makes wait for each other have met then: a rank's wait comes
     after the start of all its peers, or for a broadcast after the start of the root. Before a rank
     waits for the collective, the detector waits until all ranks have started it: a peer that found
-    a race never starts, and the other ranks must not wait for it in vain.
+    a race never starts, and the other ranks must not wait for it.
 
     Code that Inductor generates does not call ops. So a watched graph runs op by op.
 """

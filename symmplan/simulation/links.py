@@ -3,7 +3,7 @@
 [Note: predicted times]
     A collective takes ``start`` seconds, a latency for each step that goes over a link, and its
     bytes by what carries them. Torch's own way is a ring: its steps are those of NCCL's tuning
-    model. In symmetric memory each rank writes to all others of its domain at once, which is one
+    model. In symmetric memory each rank writes to all others of its domain together, which is one
     step. In two levels counterparts exchange their part in a ring, and what has come goes on
     within the domain meanwhile; what is summed is summed there first.
 
@@ -139,7 +139,7 @@ class Links:
         return min(self.ordinary, cards * self.between)
 
     def _exchange(self, nbytes: int, span: Span) -> float:
-        """Each rank sends to each other: what crosses and what does not, at the same time."""
+        """Each rank sends to each other, within and between domains at the same time."""
         each = span.ranks / span.domains
         near = nbytes * (each - 1) / span.ranks / self.ordinary + self.within_latency
         if span.domains == 1:

@@ -223,6 +223,6 @@ class Storages:
         return most + self._most("optimizer")
 
     def _most(self, kind: Kind) -> int:
-        """Most bytes of a kind at once."""
+        """Peak bytes of a kind."""
         sizes = accumulate((n for s, n in self._changes if s.kind == kind), initial=0)
         return max(sizes)

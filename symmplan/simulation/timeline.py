@@ -5,7 +5,7 @@
     one after the other. Each begins together with the products that had waited for the previous
     gather: the next module's parameters come while this one computes. The reduce-scatters run
     beside both. Each begins when the earlier products are done, and all are over at the end. The
-    program waits for every other collective at once. The time in which products wait is exposed.
+    program waits for every other collective immediately. The time that products wait is exposed.
 """
 
 from __future__ import annotations

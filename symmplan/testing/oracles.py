@@ -111,7 +111,7 @@ def lowest_peak(
 
 
 #: Who are the groups of a plan, by name, among four ranks: rows, columns and all; or one peer each
-#: of rank 0, the others alone. In rows and columns ranks hear of each other by more than one path.
+#: of rank 0, the others alone. In rows and columns several paths join two ranks.
 _MEMBERS = (
     (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3),)),
     (((0, 1), (2,), (3,)), ((0, 2), (1,), (3,)), ((0, 3), (1,), (2,))),

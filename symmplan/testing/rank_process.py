@@ -40,7 +40,7 @@ class Life:
         threads: Torch threads per rank.
         rank0_store: Let rank 0 host the store, as launchers do, instead of the parent.
         store_host: Where ranks find it.
-        connect: Let NCCL connect at once. Communicators that are made later are then split from
+        connect: Let NCCL connect immediately. Communicators that are made later are then split from
             the first one, which those with other options should not be.
         copy_engines: Let NCCL use no processors for what copy engines can do.
         one_device: With ``"nccl"``: all ranks have the first device. NCCL, which refuses two ranks

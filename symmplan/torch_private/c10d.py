@@ -3,9 +3,9 @@
 [Note: groups end before the interpreter]
     Functions of torch.distributed.nn.functional have ``group=group.WORLD``, which is the default
     group if there is one when they are imported. Dynamo and FSDP2 import them, and symmplan imports
-    those, for programs whose group is there by then. The functions would hold it for ever: its
-    threads would run while the interpreter ends, and one that frees a tensor then aborts the
-    process. None is the default group, too, and holds nothing.
+    both, often after the program has made its group. The functions would then hold the
+    group for ever: its threads would run while the interpreter ends, and one that frees a tensor
+    aborts the process. None is the default group, too, and holds nothing.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def starter_of(op: Any, given: Mapping[str, Any], *, asynchronous: bool) -> Call
 
 
 def gloo_group(store: Store, prefix: str, rank: int, size: int, timeout: float) -> Any:
-    """A group that torch does not know: its methods are all there is. It ends with its object.
+    """A group outside torch's registry, used by its methods only. It ends with its object.
 
     Args:
         store: Of its ranks.

@@ -2,14 +2,14 @@
 
 [Note: seams]
     A seam is a place where symmplan relies on a name that torch may change. Each is a row of
-    `symmplan.torch_private.table`, which says what rests on it. Every entry point (compiling a
-    graph, opening a session, applying FSDP2) first calls `require` for the rows on which
-    correctness rests. If torch lacks one of these, that is an error, never a silent change. Rows on
-    which only speed or reports rest are asked for where they are used, and symmplan can do without
-    them. Modules that take names from torch when they are imported require their rows before that.
+    `symmplan.torch_private.table`, which says what depends on it. Every entry point (compiling a
+    graph, opening a session, applying FSDP2) first calls `require` for the rows that matter for
+    correctness. If torch lacks one of these, that is an error, never a silent change. Rows that
+    matter only for speed or reports are checked where they are used, and symmplan can do without
+    them. Modules that import names from torch require their rows before the import.
 
-    Torch's attributes are replaced by `Seam.replaced`, which puts them back; where that cannot be
-    (what is replaced stays for as long as a session or a handle), ``undone`` says when.
+    `Seam.replaced` replaces attributes of torch and restores them. If a replacement must last
+    longer, such as for a session or a handle, ``undone`` says when it is restored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ALL", "GRAPHS", "RUNS", "Carries", "Seam", "Serves", "has", "names"]
 
-#: What rests on a seam: right numbers, speed or bytes, or what symmplan says about itself.
+#: What depends on a seam: correct numbers, speed or bytes, or symmplan's reports.
 Carries = Literal["correctness", "speed", "reporting"]
 
 #: What asks for seams when it starts.
@@ -122,10 +122,10 @@ class Seam:
 
         Args:
             values: The last parts of targets, and what is there while inside. Where correctness
-                does not rest on the seam, names that a torch has not are left out.
+                does not depend on the seam, names that this torch lacks are left out.
 
         Raises:
-            MissingSeamError: One of them is not there, and correctness rests on it.
+            MissingSeamError: One of them is missing, and correctness depends on it.
         """
         before = [
             (owner, name.rpartition(".")[2], value)

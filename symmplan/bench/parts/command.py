@@ -119,7 +119,7 @@ def measured(
         act: Defined at the top of a module; returns plain data.
         settings: What `settings_of` made; ``zero_cta``: let NCCL use copy engines.
         args: Of the command.
-        connect: Whether NCCL connects at once; see `symmplan.testing.ranks.RankPool`.
+        connect: Whether NCCL connects immediately; see `symmplan.testing.ranks.RankPool`.
 
     Returns:
         The head of the result (the command, the settings, the machine), and the result of each

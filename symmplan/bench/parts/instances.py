@@ -81,7 +81,7 @@ def waves(
     Args:
         buffers: How many.
         seed: Which of many.
-        capacity: About the most bytes live at once.
+        capacity: About the most bytes that are live together.
         sections: Dense stretches; some buffers span several.
     """
     random = Random(seed)

@@ -307,8 +307,8 @@ def backend(
         A backend for ``torch.compile(model, backend=...)``, with ``.plans`` and ``.stats``.
 
     Raises:
-        OptionError: A name is unknown, or ``timeout`` is no number of seconds.
-        PlanningError: There is no such effort, or ``capacity`` is no number of bytes.
+        OptionError: A name is unknown, or ``timeout`` is not a number of seconds.
+        PlanningError: There is no such effort, or ``capacity`` is not a number of bytes.
         BackendError: ``memory`` serves no device of this process. When a graph is compiled:
             ``memory`` serves no rank.
 

@@ -67,9 +67,9 @@ if TYPE_CHECKING:
 class CompiledGraph:
     """One Dynamo graph: its parts (forward, backward or inference) and their plan.
 
-    The parts run one after the other, so they are planned as one program: the first gets the
-    offsets it likes best, the second is planned around the first, whose placements are fixed by
-    then. Tensors that cross from the forward to the backward stay where they are in between.
+    The parts run one after the other, so they are planned as one program: the first part gets
+    the best offsets, and the second is planned around the fixed placements of the first. Tensors
+    that cross from the forward to the backward stay where they are in between.
     """
 
     settings: CompileOptions

@@ -32,7 +32,7 @@
 
     If all collectives of a group were measured to be faster in ordinary memory, there are no
     segments either, and a rank that runs such a graph waits in the process group, if at all. These
-    groups get epoch counters, too, so that a rank that plans alone hears of it before its timeout.
+    groups get epoch counters, too, so that a rank that plans alone learns of it before its timeout.
 """
 
 from __future__ import annotations

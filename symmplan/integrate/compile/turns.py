@@ -1,4 +1,4 @@
-"""The segments in which graphs of a compile backend take turns, and what crosses in them.
+"""The segments that graphs of a compile backend use in turn, and the tensors that cross in them.
 
 [Note: turns]
     Nothing in a placement outlives the run of its graph, but what a forward saves for its backward.

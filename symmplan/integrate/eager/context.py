@@ -65,7 +65,7 @@ def eager(
     Raises:
         RaceError: With ``debug=True``, from any op inside the session.
         OptionError: ``memory``, ``device``, ``collectives`` or ``timeout`` has a wrong value.
-        PlanningError: There is no such effort, or ``capacity`` is no number of bytes.
+        PlanningError: There is no such effort, or ``capacity`` is not a number of bytes.
         BackendError: ``memory`` serves no tensors on the device. The first declared call, or
             `Session.step`, raises it if the backend that was asked for by name serves no rank.
         AgreementError: Ranks were given different options. The first declared call, or

@@ -194,7 +194,7 @@ class Faults:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Note what is raised inside: the program hears of it."""
+        """Note that an error which is raised inside reaches the program."""
         try:
             yield
         except BaseException as error:

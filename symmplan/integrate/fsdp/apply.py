@@ -249,7 +249,7 @@ def apply(
             its message names it.
         BackendError: ``memory`` serves no tensors on the model's devices.
         MissingSeamError: This torch lacks a name that planned steps need.
-        PlanningError: There is no such effort, or ``capacity`` is no number of bytes.
+        PlanningError: There is no such effort, or ``capacity`` is not a number of bytes.
 
     Collective: no. The end of the recorded step is.
 

@@ -323,7 +323,7 @@ class Memory:
         )
 
     def prepare(self, plan: Plan) -> tuple[Arena, int] | None:
-        """Make room for ``plan``: in what there is if it fits, else in other segments.
+        """Make room for ``plan``: in the present segments if it fits, else in other ones.
 
         Args:
             plan: What must fit.

@@ -63,7 +63,7 @@ class Planning:
     Args:
         options: How `apply` was asked to work.
         memory: What the plans lie in.
-        live: How many modules may have their parameters at once; None as the program does.
+        live: How many modules may be unsharded at the same time; None as in the program.
 
     Attributes:
         live: The same.

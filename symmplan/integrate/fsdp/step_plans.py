@@ -59,7 +59,7 @@ class StepProblem:
         zero_copy: ``{site: bytes}`` of the modules whose parameters can live in placements.
         algorithm: The algorithm of a collective, given the demotions.
         effort: How long to search.
-        live: How many modules may have their parameters at once; None as the program does.
+        live: How many modules may be unsharded at the same time; None as in the program.
     """
 
     recordings: Sequence[Recording]
@@ -106,7 +106,7 @@ class StepProblem:
         return [with_kept(recording, kept) for recording in self.recordings]
 
     def _alive(self, live: int | None) -> int:
-        """How many modules are unsharded at once in a plan with this option."""
+        """How many modules are unsharded at the same time in a plan with this option."""
         return most_alive(self._as_kept(live), self.zero_copy, live)
 
     def _problem(

@@ -229,10 +229,10 @@ class ZeroCopyUnshard:
         return self.storage is not None and self.storage.viewed and fsdp2.in_step(self._group)
 
     def can_leave(self) -> bool:
-        """Whether the parameters can move to memory of their own: no graph has views of them.
+        """Whether the parameters can move to ordinary memory.
 
-        And whether no gather is under way, which another one could not stand for: it would read
-        shards as they are by then.
+        They cannot if a graph has views of them, or while a gather runs. Another gather could not
+        replace that one, because the shards may have changed.
         """
         begun = isinstance(fsdp2_in_place.result_of(self._group), Gathered)
         return self.storage is None or not (self.storage.viewed or begun)

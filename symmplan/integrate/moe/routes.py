@@ -72,7 +72,7 @@ class Routes:
 
     @property
     def received(self) -> list[int]:
-        """Rows that this rank receives from each rank; they lie one behind the other, in order."""
+        """Rows that this rank receives from each rank; the result has them in this order."""
         return [row[self.rank] for row in self.table]
 
     @property

@@ -23,7 +23,7 @@ as seen from here; ``rows_at`` and ``signals`` are offsets there, in bytes.
 [Note: faults]
     A call that does not fit writes nothing. All ranks have the same table, so all of them find
     that. From then on ``state`` says so and no kernel does or waits for anything: no rank hangs,
-    and the host of each raises. A rank that waits in vain gives up after ``limit`` looks.
+    and the host of each raises. A rank that waits too long gives up after ``limit`` looks.
 """
 
 from __future__ import annotations

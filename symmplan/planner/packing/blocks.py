@@ -177,7 +177,7 @@ def _noise(count: int, style: Style) -> Ints:
 
 
 def glue(space: Space, target: int, style: Style, stages: tuple[int, ...]) -> Iterator[Blocks]:
-    """Glue items until nothing fits any more; yields what there is at some numbers of blocks.
+    """Glue items until nothing fits any more; yields the blocks at some of their numbers.
 
     Items whose sections are disjoint must not conflict. ``target`` is the peak in units that the
     blocks must still allow, ``stages`` are the numbers of blocks at which to yield, besides the

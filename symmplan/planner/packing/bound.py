@@ -147,6 +147,6 @@ def _at_most(a: Clocks, b: Clocks) -> Bools:
 
 
 def _nearest(before: Bools, order: Bools) -> Bools:
-    """What comes next after each, without that which something else lies before."""
+    """The nearest successors of each: those that no other successor precedes."""
     nearest: Bools = before & ~(before.astype(np.float32) @ order.astype(np.float32) > 0)
     return nearest

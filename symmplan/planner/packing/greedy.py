@@ -155,7 +155,7 @@ def squeak(space: Space, order: Ints, bound: int, rounds: int) -> tuple[Ints, in
 
     In the first half of the rounds the items that end above the bound move forward, those that
     end highest furthest. In the second half those that stick out most move forward by chance, and
-    after some rounds in vain it starts again from the best. It starts with the preferences
+    after some rounds without a gain it starts again from the best. It starts with the preferences
     ``order`` and stops at a peak of ``bound`` units.
     """
     count = len(space)

@@ -70,7 +70,7 @@ class Improver:
         for target in (self.bound, *([] if goal is None else [goal])):
             if self.bound <= target < self.peak:
                 self._try(target)
-        # Halve what lies between what was found and what was tried in vain.
+        # Halve what lies between what was found and what failed.
         floor = self.bound
         while self.peak - floor > max(1, self.peak // 512):
             target = (floor + self.peak) // 2

@@ -22,7 +22,7 @@ SEAMS: tuple[Seam, ...] = tuple(
 
 
 def require(serves: Serves) -> None:
-    """Nothing, if this torch has all that correctness rests on.
+    """Do nothing if this torch has all names on which correctness depends.
 
     See [Note: seams] in `symmplan.torch_private.seams`.
 
