@@ -1,21 +1,21 @@
-"""What goes from host to host: the upper of the two levels of a group on several hosts.
+"""Transfers between hosts: the upper of the two levels of a group on several hosts.
 
 [Note: two levels]
-    A group on several hosts, with equally many ranks on each, is served in two levels. A segment's
-    rendezvous with it is that of the ranks of each host among themselves. Between hosts each rank
-    exchanges bytes with the ranks of the same number on the other hosts, which are its
-    *counterparts*, through a process group of their own; from there they go on within the host. So
-    every byte crosses the network once per host, and all of a host's ranks take part in that.
+    A group on several hosts, with the same number of ranks on each, is served in two levels. Its
+    segments have one rendezvous per host, among the ranks of that host. Between hosts each rank
+    exchanges bytes with its *counterparts*, the ranks with the same position on the other hosts,
+    through a separate process group. The counterparts pass the bytes on within their hosts. So
+    every byte crosses the network once per host, and all ranks of a host take part.
 
-    What the memory model asks of a collective holds as on one host. Nobody but ranks of the same
-    host touches a rank's bytes, and those meet on entry and on exit. And a rank ends no sooner than
-    all others have begun: what it gets from another host comes from a counterpart, of it or of a
-    rank of its host, that has met its own host before.
+    Collectives keep the facts that the memory model relies on. Only ranks of the same host touch a
+    rank's bytes, and they meet on entry and on exit. A rank ends only after all others have begun,
+    because it needs bytes from every other host, and a counterpart sends these only after it has
+    met all ranks of its own host.
 
 [Note: who waits]
-    A rank that waits for a counterpart looks after its own host meanwhile, as it does in a barrier:
-    a peer that ended or gave up ends the wait. A rank that gives up says why in the group's store,
-    where all that wait long look for it, and closes its connections.
+    A rank that waits for a counterpart also watches the ranks of its own host, as in a barrier: a
+    peer that has ended or failed ends the wait. A rank that fails writes the reason into the
+    group's store, where all ranks look that wait long, and closes its connections.
 """
 
 from __future__ import annotations

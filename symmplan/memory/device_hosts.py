@@ -1,12 +1,12 @@
-"""Two levels where memory is a device's: CUDA's mappings within each host, NCCL between hosts.
+"""Two levels for device memory: CUDA's mappings within each host, NCCL between hosts.
 
 See [Note: two levels] in `symmplan.memory.counterparts`. What differs from shared memory:
 
-- Everything runs in the order of the current stream, and the host waits for nothing.
-- The ranks of a host, and the counterparts, have a communicator each. The ranks of a host meet in
-  a one-element all-reduce: an allocation of torch's has one signal pad, and a gather and a
-  reduction may meet there at a time.
-- Who is lost is noticed as in any collective of NCCL's.
+- Everything runs in the order of the current stream, and the host does not wait.
+- The ranks of a host have one communicator, and the counterparts another one. The ranks of a host
+  meet in a one-element all-reduce, because torch's allocation has only one signal pad, and a
+  gather and a reduction may meet at the same time.
+- A lost rank is detected as in any collective of NCCL.
 """
 
 from __future__ import annotations

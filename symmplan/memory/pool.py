@@ -1,24 +1,24 @@
-"""The pool: the ranks of a group need one segment, of which all their programs have parts.
+"""The pool: the ranks of a group need one segment, and all their programs have parts of it.
 
 [Note: one pool]
-    Compiled graphs, their pinned inputs and eager sessions of the same ranks and memory backend lie
-    in one segment, the *host*, each in a part that is nobody else's as long as it is leased. So
-    what any two of them do is ordered by nothing and need not be. A part is free again once its
-    program gave it back and nobody holds a byte of it, on every rank: programs may end on one rank
-    after the other, so before a part is given the ranks tell each other what is free.
+    Compiled graphs, their pinned inputs and eager sessions of the same ranks and memory backend
+    share one segment, the *host*. Each has a part of it, which nobody else uses while it is leased.
+    So accesses of two programs need no order. A part is free again once its program has released it
+    and no tensor uses its bytes, on every rank. Programs may end on one rank after the other, so
+    the ranks exchange which bytes are free before a part is given out.
 
-    What does not fit makes the segment grow: all ranks allocate a larger one, and the programs
-    that lie in the old one move there, if on all ranks each of them holds still, at the same place
-    of its program. An eager session moves when nobody has its tensors. Where one cannot move at all
-    (a CUDA graph has its addresses, somebody holds its bytes), or there is no room for both
-    segments at a time, nobody moves, and who asks gets another segment, beside the first.
+    If a new program does not fit, the segment grows: all ranks allocate a larger one, and the other
+    programs move there. They can move only if each of them is idle at the same place of its program
+    on all ranks; an eager session is idle when no tensor of it is alive. If a program cannot move
+    (a CUDA graph has its addresses, a tensor uses its bytes), or if there is no room for both
+    segments at the same time, no program moves, and the new program gets another segment.
 
-    Parts are not shared by turns: programs of their own may run at once, in two threads, in another
-    order on each rank, or one inside the other. Whether bytes are in use when a run begins is then
-    what one rank sees alone, and where else the run could go is what all would have to agree on.
-    Graphs that run one after the other are graphs of one backend, and share.
+    Programs do not share a part in turn. They may run at the same time: in two threads, in another
+    order on each rank, or one inside the other. When a run begins, only this rank would know that
+    the bytes are in use, but all ranks would have to agree on another place for the run. Graphs
+    that run one after the other are graphs of one backend, and share their bytes.
 
-    Segments that several groups meet, or whose signal pad is used, are nobody's parts.
+    A segment that several groups have registered, or whose signal pad is used, has no parts.
 """
 
 from __future__ import annotations

@@ -7,21 +7,21 @@ NCCLSymmetricMemory.cu}}.
 [Note: torch's allocators]
     - One allocator serves a process. It can be chosen until it is first used. CUDA is the default,
       and cannot be chosen by name in torch 2.11.
-    - NCCL registers windows with a communicator that must exist already, so each group runs a
-      small collective first. Its handle has no barrier; a one-element all-reduce, in the order
-      of the stream, serves as one.
-      Torch 2.11 frees an allocation without taking its window back, and what later lies at the
-      address is then treated as symmetric. So NCCL segments are kept until the process ends.
-    - NVSHMEM allocates collectively: all ranks, in the same order. The barrier of its handles let
-      a peer's older bytes be read after it (two H200, torch 2.11), so it meets as NCCL does.
-    - One rendezvous registers the whole allocation; views are found by address. Placements
-      therefore need none of their own.
-    - NCCL 2.28's symmetric all-gather of small tensors writes wrong bytes where a rank's part does
-      not begin at a whole word of 4 bytes: an odd number of 16-bit floats, say (two H200, 2.28.9;
-      its other kernels are right). Such gathers stay in ordinary memory. See `is_whole_words`.
-    - Everything runs in the order of the current stream; the host waits for nothing. A release
-      waits for the device, but not for the peers: let all ranks come to their end of the program
-      first, and release before the process group is destroyed.
+    - NCCL registers windows with an existing communicator, so each group runs a small collective
+      first. NCCL's handle has no barrier; a one-element all-reduce, in the order of the stream,
+      serves as one.
+      Torch 2.11 frees an allocation without deregistering its window, and NCCL then treats later
+      memory at this address as symmetric. So NCCL segments are kept until the process ends.
+    - NVSHMEM allocates collectively: all ranks, in the same order. After the barrier of its handles
+      a rank still read older bytes of a peer (two H200, torch 2.11), so it meets as NCCL does.
+    - One rendezvous registers the whole allocation, and views are found by address. So placements
+      need no rendezvous.
+    - NCCL 2.28's symmetric all-gather of small tensors writes wrong bytes if a rank's part does
+      not begin at a multiple of 4 bytes, as with an odd number of 16-bit floats (two H200, 2.28.9;
+      its other kernels are correct). Such gathers stay in ordinary memory. See `is_whole_words`.
+    - Everything runs in the order of the current stream, and the host does not wait. A release
+      waits for the device, but not for the peers. So release only when all ranks have reached the
+      end of the program, and before the process group is destroyed.
 
 [Note: windows of a pool]
     A process group registers the memory of a ``torch.cuda.MemPool`` as windows and can deregister

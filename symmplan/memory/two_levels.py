@@ -2,13 +2,14 @@
 
 See [Note: two levels] in `symmplan.memory.counterparts`.
 
-Each is what an op of `symmplan.memory.ops` does between its handshake and its release. Both levels
-work at a time, part by part: what has come from another host is sent on while more is under way.
+Each function is the work of an op of `symmplan.memory.ops` between its handshake and its release.
+Both levels overlap, piece by piece: pieces from other hosts are passed on while more arrive.
 
 [Note: sums over hosts]
-    The ranks of a host are summed first, in their order, each rank of it summing the parts of all
-    its counterparts; then the hosts, in the order of their first ranks. What is narrower than
-    float32 is summed in float32 and crosses so, and is rounded once.
+    First each rank sums, over the ranks of its host in their order, its own part and the parts of
+    all its counterparts. Then the sums of the hosts are added, in the order of their first ranks.
+    Types narrower than float32 are summed in float32, cross the network in float32, and are rounded
+    once.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ take multiprocessors from the program's kernels, while copy engines take none. S
 kind, size and group of collective is timed by every algorithm, beside matrix products; see [Note:
 what is timed] in `symmplan.runtime.clock`.
 
-Of algorithms that are about equally fast the one that costs least otherwise is taken: first fewer
-multiprocessors, if the program computes meanwhile, then fewer symmetric bytes.
+If several algorithms are about equally fast, the cheapest is chosen: first the one that takes fewer
+multiprocessors, if the program computes at the same time, then the one with fewer symmetric bytes.
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
 """Leases: who holds which bytes of a segment until when, and who used them last.
 
 [Note: one ledger]
-    What is leased of a segment stands in one list, which lives with the segment, so that all who
-    lie there see the same. A run of a compiled graph holds bytes while it runs, what its forward
-    saves until the backward is done, a pinned input for good, FSDP2's parameters from each gather
-    until they are resharded, a tensor of an eager session as long as the program has it.
+    Each segment has one list of its leases, so that all its users see the same leases. A run of a
+    compiled graph leases bytes while it runs, a saved tensor until its backward has run, a pinned
+    input permanently, FSDP2's parameters from each gather to the next reshard, and a tensor of an
+    eager session as long as the program holds it.
 
-    Who needs bytes that are held asks the holder to *step aside*: what a forward saved is given a
-    copy, parameters of FSDP2 memory of their own. Who cannot leave has its bytes *set aside* while
-    somebody else runs there, and gets them back. Where the program could see that (an eager
-    session's tensors lie where the session's calls write), it ends in an error.
+    If a new user needs leased bytes, the holder must *step aside*: a saved tensor gets a copy, and
+    FSDP2's parameters get ordinary memory. If the holder cannot move, its bytes are *set aside*:
+    they are copied elsewhere while the new user runs, and then back. If the program could see this
+    (an eager session's tensors are where the session's calls write), it is an error.
 
-    All of that is one rank's own affair: it delays, copies or raises, and changes no collective,
-    no offset and no order between ranks. Which bytes somebody may lease at all is what a plan says
-    that all ranks agreed on.
+    All of this concerns one rank: it delays, copies or raises, and changes no collective, no offset
+    and no order between ranks. Which bytes a user may lease at all is decided by a plan on which
+    all ranks agreed.
 
 [Note: who may reuse the bytes]
-    On the CPU everything has happened by the time a lease is over. On a device the work is only
-    queued, so at the moments after which nothing touches the bytes an event is recorded, and the
-    next user of any of these bytes waits for it on the stream on which it fills them:
+    On the CPU all accesses have happened when a lease ends. On a device the work is only queued. So
+    an event is recorded at the moment after which nothing touches the bytes, and the next user of
+    any of these bytes waits for the event on the stream on which it fills them:
 
     - after a collective, on the stream that ran it (or the collective's own work object),
     - for an all-gather's output, when it is dropped, on the stream on which it was asked for.

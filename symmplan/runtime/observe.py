@@ -5,7 +5,7 @@
     engines show as ``Memcpy PtoP``, and so do pushes, which are such copies. The collectives of
     shared memory show as ``symmplan::...``, those of torch as ``c10d::...``. During a check the
     host marks the time in which it launches a planned collective. The kernels that it launches
-    meanwhile belong to that collective.
+    during that time belong to that collective.
 """
 
 from __future__ import annotations

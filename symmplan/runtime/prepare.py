@@ -1,11 +1,11 @@
 """From a captured program to memory in which all ranks agree and meet, for every integration.
 
 [Note: the lifecycle]
-    Every program of every integration goes the same way: its ranks agree on their options, choose
-    how each collective runs (`symmplan.runtime.chooser`), agree on a room, plan within it and
-    verify, agree on the plan, obtain memory, meet there, and say so in the log. These steps are
-    written here, and so is what happens if a step fails on one rank. An integration says *when*
-    each step is taken, what the problem is, and what it does with the memory.
+    Every program of every integration takes the same steps: its ranks agree on their options,
+    choose how each collective runs (`symmplan.runtime.chooser`), agree on a budget, plan within it
+    and verify, agree on the plan, obtain memory, rendezvous, and log the plan. This file has these
+    steps, and what happens if one of them fails on one rank. An integration decides *when* each
+    step is taken, what the problem is, and what it does with the memory.
 
 [Note: options are agreed first]
     A rank's options decide which exchanges, measurements and collectives symmplan makes on it. So

@@ -1,26 +1,26 @@
 """Who lies in whose segments: tenants of one plan.
 
 [Note: tenants]
-    Compiled graphs use their segments while one of them runs, FSDP2's buffers come and go between
-    the runs. So FSDP2's plan has, besides its buffers, one for each tenant that ran in the step
-    that it was made of, in use while it ran; where something else dies before that, it costs
-    nothing. The tenant has that suballocation from then on, and gives its own part of the pool's
-    segment back (see [Note: one pool] in `symmplan.memory.pool`).
+    Compiled graphs use their bytes only while they run, and FSDP2's buffers come and go between the
+    runs. So FSDP2's plan has one more buffer for each tenant that ran in the recorded step, live
+    while the tenant ran. If another buffer is dead at that time, the tenant costs nothing. From
+    then on the tenant uses this suballocation, and releases its part of the pool's segment (see
+    [Note: one pool] in `symmplan.memory.pool`).
 
-    An eager session's tensors are the program's, also between its calls, and graphs that save for
-    a backward leave something in their bytes between their runs. Those have bytes that nobody
-    shares, of the same segment, with meetings and a health of their own. So they do where FSDP2's
-    ranks are theirs; others stay in the pool. A session moves at the end of an iteration in which
-    no rank holds any of its tensors: that, the ranks ask each other.
+    The program may use an eager session's tensors also between the session's calls, and graphs that
+    save tensors for backward use their bytes between runs. These tenants get bytes of the same
+    segment that nobody shares, with separate meetings and health. This holds if they have the same
+    ranks as FSDP2; otherwise they stay in the pool. A session moves at the end of an iteration in
+    which no rank holds any of its tensors; the ranks exchange this.
 
-    A graph whose segments several groups meet keeps segments of its own.
+    A graph whose segments several groups have registered keeps separate segments.
 
-    A graph meets its peers before they touch its bytes and has met them again when it is over, by
-    what its ops do or by barriers at both ends of the run. So who had the bytes before and who has
-    them next need only be ordered on each rank, which the leases do.
+    A graph meets its peers before they touch its bytes, and again at its end, through its ops or
+    through barriers at both ends of the run. So earlier and later users of the bytes need an order
+    on each rank only, which leases provide.
 
-    All ranks must decide alike. Whether the plan with the tenants is the same everywhere is told
-    over the groups of all of them before anything is done about it; if not, there are none.
+    All ranks must decide alike. Before anything changes, they compare the plan with tenants over
+    all groups. If the plans differ, there are no tenants.
 """
 
 from __future__ import annotations

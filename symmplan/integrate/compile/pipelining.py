@@ -1,21 +1,21 @@
-"""Gathers under the products that need them, and products under the scatters of their results.
+"""Gathers that overlap with the products of their results, and products that overlap with scatters.
 
 [Note: pipelined collectives]
     A product of an all-gather's result is computed in parts, one for each rank. This rank's own
-    part needs no gather, so it is computed first, from what this rank gives, while the gather runs;
-    then the others' parts, which are read where the gather writes them. All are written into one
-    result. What else needs the whole result of the gather reads it as before.
+    part needs no gather, so it is computed first, from this rank's input, while the gather runs.
+    The parts of the other ranks follow, and read the gathered rows in place. All parts are written
+    into one result. Other readers of the gather's result are unchanged.
 
-    What is multiplied to be reduced and scattered is computed in parts as well, those of the peers
-    first. Each part goes to its peer, which adds it to its own (`symmplan.memory.shift`), while the
-    next is computed. Sums are made in float32 at least, and rounded once.
+    A product that is reduced and scattered is computed in parts as well, those of the peers first.
+    Each part is sent to its peer, which adds it to its own part (`symmplan.memory.shift`), while
+    the next part is computed. Sums are made in float32 at least, and rounded once.
 
-    Both are collectives of the graph like others: they are captured, chosen, placed and planned.
-    The parts are read in the order of the ring, each rank beginning with itself, so the graphs of
-    two ranks differ in offsets into ordinary tensors and views, but in no name, no size and no
-    access of a placement.
+    Both are captured, measured, placed and planned like other collectives of the graph. Each rank
+    reads the parts in the order of the ring, beginning with its own. So the graphs of two ranks
+    differ in offsets into ordinary tensors and views, but in no name, no size and no access of a
+    placement.
 
-The graph is changed before it is captured, and not at all where the algorithm is not chosen.
+The graph is changed before it is captured, and only if the algorithm is chosen.
 """
 
 from __future__ import annotations

@@ -1,28 +1,27 @@
 """The segments that graphs of a compile backend use in turn, and the tensors that cross in them.
 
 [Note: turns]
-    Nothing in a placement outlives the run of its graph, but what a forward saves for its backward.
-    So all graphs of a backend (pieces between graph breaks, forwards, backwards, several models,
-    recompilations) use the same bytes, one after the other, and the segments need be no larger than
-    for the one that needs most. One that needs more makes all ranks, which have agreed on its plan,
-    allocate larger segments and give the old ones back, before it first runs. Segments are inputs
-    of the compiled code, so all graphs use the new ones from their next run on.
+    Only tensors that a forward saves for its backward outlive the run of a graph in placements. So
+    all graphs of a backend (pieces between graph breaks, forwards, backwards, several models,
+    recompilations) use the same bytes, one after the other. The segments are as large as the
+    largest graph needs. If a new graph needs more, all ranks, which have agreed on its plan,
+    allocate larger segments and release the old ones before the graph first runs. Segments are
+    inputs of the compiled code, so all graphs use the new segments from their next run on.
 
-    A graph that is planned between a forward and its backward keeps away from what was saved, so
-    that between graph breaks everything stays where it is. Where graphs meet in another order than
-    they were planned in, what was saved is evacuated (see [Note: crossing tensors]). Whether a
-    backward is due is told from the order of runs, which is the same on all ranks, and not from
-    what is still alive, which need not be.
+    A graph that is planned between a forward and its backward avoids the bytes of saved tensors, so
+    between graph breaks these stay in place. If graphs run in another order than they were planned
+    in, saved tensors are evacuated (see [Note: crossing tensors]). The order of runs tells whether
+    a backward is still to come. It is the same on all ranks, while lifetimes of tensors may differ.
 
-    A plan's barriers cover its own repetition. Where another graph had the bytes before, and one of
-    the two has accesses that do not meet all ranks before and after, a barrier lies between them;
-    where it ran on another stream, this one waits for that. Once something crosses, such a barrier
-    lies before each run: what is copied on entry must be so before peers touch the bytes. Where a
-    graph may copy back on entry what it needs in place, another lies before that: peers may still
-    read what was there.
+    A plan's barriers cover repetitions of the same graph. If another graph used the bytes before,
+    and one of the two has accesses without a meeting of all ranks before and after them, a barrier
+    separates the two. If the other graph ran on another stream, this graph waits for that stream.
+    Once tensors cross, such a barrier precedes each run, because copies on entry must be complete
+    before peers touch the bytes. If a graph may copy saved tensors back on entry, another barrier
+    precedes these copies, because peers may still read the old bytes.
 
-    Plans that show peers the same ([Note: what peers see] in `symmplan.planner.fingerprint`) count
-    as one graph here: a rank may have one of its own for a smaller batch.
+    Plans that look the same to peers ([Note: what peers see] in `symmplan.planner.fingerprint`)
+    count as one graph here, since a rank may have a separate graph for a smaller batch.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The memory of an FSDP2 model's plan: its segments, who uses which bytes, and over which groups.
 
 [Note: bytes in use]
-    The schedule says where a collective's buffer lies, on all ranks alike. If on this rank somebody
-    still holds a buffer there (a hook kept a tensor, the program changed its order), FSDP2 gets
-    ordinary memory instead, and the collective is *staged*: the held bytes are saved, it runs in
-    the placement as the peers expect, its result is copied, the bytes are put back. It is slow,
-    counted, and no other rank needs to know. All work that FSDP2 and this thread have queued on
-    the held bytes is done before, so it is right unless another thread reads them meanwhile.
+    The schedule says where a collective's buffer is, on all ranks alike. If a tensor on this rank
+    still uses these bytes (a hook kept it, or the program changed its order), FSDP2 gets ordinary
+    memory instead, and the collective is *staged*: its rank saves the bytes in use, runs the
+    collective in the placement as the peers expect, copies the result, and restores the bytes. This
+    is slow and counted, and no other rank needs to know. All work that FSDP2 and this thread have
+    queued on these bytes ends first. So it is correct unless another thread reads them meanwhile.
 """
 
 from __future__ import annotations

@@ -1,27 +1,27 @@
 """Reductions by pushes: gradients go straight into the peers' slots, and nothing is copied in.
 
-FSDP2 arranges all gradients of a module in one tensor, which is then reduced and scattered. Here
-each rank's part of each gradient is copied to where that rank sums, by the copy engines of a
-device; the ranks meet, and each sums what has arrived. On devices a rank reads its own part from
-the gradient itself. Where there are sharded gradients already, and lie as FSDP2 made them, sums are
-added to them at once.
+FSDP2 arranges all gradients of a module in one tensor, which is then reduced and scattered. A push
+instead copies each rank's part of each gradient into that rank's slot, on devices by copy engines.
+Then the ranks meet, and each rank sums its slot. On devices a rank reads its own part from the
+gradient itself. If sharded gradients exist already, in FSDP2's layout, the sums are added to them
+directly.
 
 [Note: slots take turns]
-    Nobody asks a peer whether its slot is free. Each group has two, and its reductions take them in
-    turn. A rank pushes for reduction k + 2 after the meeting of k + 1, which its peers begin after
-    they have summed k. Where a program leaves the order of the plan and needs a slot twice in a
-    row, a step has an odd number of reductions, or one failed between a push and its meeting, the
-    ranks meet once more before.
+    No rank asks a peer whether its slot is free. Each group has two slots, and its reductions
+    alternate between them. A rank pushes for reduction k + 2 after the meeting of k + 1, which its
+    peers begin after they have summed k. The ranks meet once more if a program leaves the order of
+    the plan and needs a slot twice in a row, if a step has an odd number of reductions, or if a
+    reduction failed between a push and its meeting.
 
 [Note: shared slots]
-    Two slots are as many bytes as two gathers, all the time. Where there is no room for them, each
-    reduction has a slot of its own in bytes that others have before and after: mostly those of the
-    parameters that its module has just released. A rank takes them, and then the ranks meet, before
-    any of them pushes. Whoever has the bytes next waits for the sum.
+    Two slots take as many bytes as two gathers, all the time. If there is no room for them, each
+    reduction has a separate slot in bytes that other buffers use before and after, mostly those of
+    the parameters that its module has just released. A rank takes the bytes, and then the ranks
+    meet, before any of them pushes. The next user of the bytes waits for the sum.
 
-    If somebody on this rank stays in the bytes, this rank comes to that meeting only when it can
-    sum: it sets the bytes aside, meets, pushes, meets, sums, and puts them back. If a step fails
-    between a push and its meeting, peers may still be pushing: the ranks meet before anything else.
+    If another tensor on this rank still uses the bytes, this rank joins that meeting only when it
+    can sum: it saves the bytes, meets, pushes, meets, sums, and restores them. If a step fails
+    between a push and its meeting, peers may still push, so the ranks meet before anything else.
 
 [Note: wider gradients]
     Slots are as large as the gradients of the recorded steps. A rank that has wider ones, as after
