@@ -2,8 +2,8 @@
 
     python examples/declare.py
 
-prints the declarations, what a mistake says, and the sum that two ranks of this machine read from
-each other's memory.
+prints the declarations, the error for a wrong declaration, and a sum for which two ranks of this
+machine read each other's memory.
 """
 
 import tempfile

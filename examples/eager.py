@@ -2,8 +2,8 @@
 
     python examples/eager.py
 
-The first batch is recorded, the others run in planned symmetric memory. `symmplan.placed.out` is
-the one line that lets a matrix product write where the all-reduce reads.
+The first batch is recorded. The others run in planned symmetric memory. `symmplan.placed.out` lets
+a matrix product write straight into the placement that the all-reduce reads.
 """
 
 from __future__ import annotations

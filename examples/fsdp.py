@@ -26,7 +26,7 @@ def train(rank: int, port: int) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
-    # All there is to do. The first step is recorded; then the ranks agree on a plan.
+    # The only change. The first step is recorded; then the ranks agree on a plan.
     handle = symmplan.fsdp.apply(model)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

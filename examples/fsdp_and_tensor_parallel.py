@@ -4,7 +4,7 @@
 
 The blocks are parallelized with DTensor, compiled with symmplan, and sharded over the other
 dimension of the mesh. When FSDP2 is planned after the first step, the compiled graphs move into a
-carve-out of its segment.
+suballocation of its segment.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 `torch.ops._c10d_functional.all_gather_into_tensor` allocates its result itself, so under
 `torch.compile` alone it never uses symmetric memory. With symmplan the same model does.
-Both ways are profiled, and must show the symmetric path: on two CUDA devices NCCL's symmetric
-kernels (or its copy engine), on the CPU the one-sided collective over shared memory.
+The example profiles both programs. Both must use symmetric memory: on two CUDA devices through
+NCCL's symmetric kernels or copy engines, on the CPU through the collective in shared memory.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python examples/moe.py
 
 Each rank has one half of the experts. A token goes to the rank of the expert that its gate chose,
-and its result comes back; all layers do so through one segment of symmetric memory, planned for the
-rows that a rank gets in the worst case. Should the gates send more to one rank, all ranks plan
-again.
+and its result comes back. All layers use one segment of symmetric memory, which is planned for the
+largest number of rows that a rank may receive. If a gate sends more rows to one rank, all ranks
+plan again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A custom op that reads its peers' memory by itself: one declaration, eager and compiled.
+"""A custom op that reads its peers' memory: one declaration, eager and compiled.
 
     python examples/peer_read.py
 
-`peers::mean` handshakes before it reads, `peers::mean_unguarded` does not: the plan then runs the
-barriers that it needs. On CUDA devices a Triton kernel reads through the peers' pointers.
+`peers::mean` handshakes before it reads. `peers::mean_unguarded` does not, so its plan contains the
+necessary barriers. On CUDA devices a Triton kernel reads through the peers' pointers.
 """
 
 from __future__ import annotations

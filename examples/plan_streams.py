@@ -5,7 +5,7 @@ second gather may take the bytes of the first; without it, nothing orders them.
 
     python examples/plan_streams.py
 
-prints both plans, and leaves the picture of both, side by side, in `plan_streams.html`.
+prints both plans, and draws them side by side in `plan_streams.html`.
 """
 
 from pathlib import Path

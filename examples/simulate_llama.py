@@ -4,9 +4,9 @@
     LLAMA=405B MESH=1,512,8 symmplan simulate examples/simulate_llama.py:train --ranks 4096
     LLAMA=405B MESH=8,64,8 symmplan simulate examples/simulate_llama.py:train --ranks 4096 --rank 17
 
-The model and the way it is parallelized follow torchtitan's Llama 3: sequence-parallel tensor
-parallelism, FSDP2 for each block, pipeline stages. ``train`` is what a training script has; nothing
-in it knows that it is simulated, but that it names "cpu" for want of a GPU.
+The model and its parallelism follow torchtitan's Llama 3: sequence-parallel tensor parallelism,
+FSDP2 for each block, pipeline stages. ``train`` is an ordinary training script. Only its device is
+special: it is "cpu", because there is no GPU.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     python examples/simulate_moe.py                                     # 16 ranks, seconds
     MOE=671B EP=64 symmplan simulate examples/simulate_moe.py:train --ranks 2048 --rank 17
 
-Each layer's experts are spread over ``EP`` ranks. FSDP2 shards them over the ranks that have the
-same ones, and the rest of the layer over all ranks. Layers are recomputed in backward, so none
-keeps the rows that its experts get. ``train`` is what a training script has. How many rows the gate
-sends nobody knows, as there are no values: the worst case is taken that `symmplan.expert_parallel`
-was told.
+Each layer's experts are split over ``EP`` ranks. FSDP2 shards them over the ranks that have the
+same experts, and the rest of the layer over all ranks. Layers are recomputed in backward, so no
+layer keeps the rows that its experts receive. ``train`` is an ordinary training script. Without
+values the number of rows is not known, so the simulation assumes the worst case,
+``max_tokens`` of `symmplan.expert_parallel`.
 """
 
 from __future__ import annotations

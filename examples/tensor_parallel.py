@@ -2,8 +2,9 @@
 
     python examples/tensor_parallel.py
 
-Two MLP blocks are sharded with DTensor in the usual way; nothing in the model knows of symmplan.
-Its all-gathers and reduce-scatters come from DTensor, the one-sided `example::peer_max` is our own.
+Two MLP blocks are sharded with DTensor in the usual way. The model does not refer to symmplan. Its
+all-gathers and reduce-scatters come from DTensor; the one-sided op `example::peer_max` is defined
+here.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""A Mixtral of transformers whose experts are spread over ranks, with FSDP2 around it.
+"""A Mixtral of Hugging Face Transformers with its experts split over ranks, under FSDP2.
 
     torchrun --nproc-per-node 4 examples/experts/mixtral.py
 
-Pairs of ranks share the experts of each layer; FSDP2 shards a rank's experts with the rank of the
-other pair that has the same ones, and all else over all four. It prints
+Each pair of ranks splits the experts of each layer. FSDP2 shards a rank's experts over the two
+ranks that have the same experts, and everything else over all four ranks. It prints
 
     alone    3.4800 3.4534 3.4619 3.4608
     symmplan 3.4800 3.4534 3.4619 3.4608
     <symmplan.expert_parallel: 2 ranks, at most 96 rows, 12544 bytes>
 
-where the first are the losses of FSDP2 alone, with all experts on each rank.
+The first line has the losses of FSDP2 alone, with all experts on each rank.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Configs for torchtitan 0.3, whose FSDP2 collectives then lie in planned symmetric memory.
+"""Configs for torchtitan 0.3 that put FSDP2's collectives into planned symmetric memory.
 
-`planned` is all the wiring; torchtitan's own command starts it. Its debug model on two GPUs, with
-the tokenizer and texts that `assets.py` makes, without and with symmplan:
+`planned` is the only change; start training with torchtitan's own command. These commands train its
+debug model on two GPUs, without and with symmplan; `assets.py` makes the tokenizer and the texts:
 
     python examples/torchtitan/assets.py assets
     export PYTHONPATH=examples/torchtitan
     torchrun --nproc-per-node 2 -m torchtitan.train --module registry --config plain
     torchrun --nproc-per-node 2 -m torchtitan.train --module registry --config with_symmplan
 
-Both print the same losses, also of their validations; `--checkpoint.load_step 4` goes on from the
-fourth step. The second says what was planned, and what ran:
+Both print the same training and validation losses. `--checkpoint.load_step 4` resumes from the
+fourth step. The second command also prints the plan and the counters:
 
     [titan] ... symmplan - INFO - FSDP2: plan ...; algorithms: ...
     [titan] ... step 6: symmplan/segment_bytes ..., symmplan/plain 0, ...

@@ -1,6 +1,6 @@
 """FSDP2 with compiled blocks, half precision, a gradient scaler, and a checkpoint to resume from.
 
-`torchrun --nproc-per-node 2 examples/trainers/fsdp2.py`, on GPUs where there are enough, prints
+`torchrun --nproc-per-node 2 examples/trainers/fsdp2.py`, on GPUs if there are enough, prints
 
     alone    0.94 0.92 0.89 0.87 0.85 0.82
     symmplan 0.94 0.92 0.89 0.87 0.85 0.82

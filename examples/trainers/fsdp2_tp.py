@@ -1,6 +1,6 @@
 """FSDP2 over one dimension of a mesh, tensor parallelism of compiled blocks over the other.
 
-`torchrun --nproc-per-node 4 examples/trainers/fsdp2_tp.py`, on GPUs where there are enough, prints
+`torchrun --nproc-per-node 4 examples/trainers/fsdp2_tp.py`, on GPUs if there are enough, prints
 
     alone    1.01 0.98 0.94 0.90
     symmplan 1.01 0.98 0.94 0.90

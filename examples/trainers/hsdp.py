@@ -1,6 +1,6 @@
 """HSDP: two replicas of a model, each sharded over two ranks, with accumulated, clipped gradients.
 
-`torchrun --nproc-per-node 4 examples/trainers/hsdp.py`, on GPUs where there are enough, prints
+`torchrun --nproc-per-node 4 examples/trainers/hsdp.py`, on GPUs if there are enough, prints
 
     alone    0.79 0.54 0.21 0.08
     symmplan 0.79 0.54 0.21 0.08

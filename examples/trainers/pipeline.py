@@ -1,6 +1,6 @@
 """A pipeline of four stages on two pairs of ranks, interleaved, each stage under FSDP2.
 
-`torchrun --nproc-per-node 4 examples/trainers/pipeline.py`, on GPUs where there are enough, prints
+`torchrun --nproc-per-node 4 examples/trainers/pipeline.py`, on GPUs if there are enough, prints
 
     alone    0.99 0.95 0.89 0.77
     symmplan 0.99 0.95 0.89 0.77
