@@ -317,15 +317,14 @@ def check(step: Callable[[], Any], device: torch.device | None) -> Checked:
     Collective: as ``step``.
     """
     function("step", step, "pass the function itself, without calling it")
-    if device is None or checking():
-        raise RunError(
-            "check was called before there is a plan" if device is None else "two checks at a time",
-            expected="a step that follows a plan, and no check inside another",
-            got="no plan" if device is None else "a running check",
-            fix="run steps until there is a plan first"
-            if device is None
-            else "check one step after the other",
-        )
+    expected = "a step that follows a plan, and no check inside another"
+    if device is None:
+        what = "check was called before there is a plan"
+        fix = "run steps until there is a plan first"
+        raise RunError(what, expected=expected, got="no plan", fix=fix)
+    if checking():
+        what, fix = "two checks at a time", "check one step after the other"
+        raise RunError(what, expected=expected, got="a running check", fix=fix)
     launched: list[tuple[Expected, str]] = []
     PROCESS.launched = launched
     try:
@@ -336,12 +335,12 @@ def check(step: Callable[[], Any], device: torch.device | None) -> Checked:
     for name, begin, end in profile.host:
         if name.startswith(_MARK):
             marks.setdefault(int(name.removeprefix(_MARK)), []).append((begin, end))
-    groups = resolve_groups(expected.group for expected, _ in launched)
+    groups = resolve_groups(planned.group for planned, _ in launched)
     of = known({n: g.process_group for n, g in groups.items()}, device)
     return Checked(
         tuple(
-            _seen(expected, profile, marks.get(i, ()), of.get(expected.group), reason)
-            for i, (expected, reason) in enumerate(launched)
+            _seen(planned, profile, marks.get(i, ()), of.get(planned.group), reason)
+            for i, (planned, reason) in enumerate(launched)
         )
     )
 
