@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from symmplan.memory.backends import Reach
 
 __all__ = ["Topology", "facts_of", "known", "served", "simulated", "survey", "topology_of"]
-__all__ += ["unreached"]
 
 
 @frozen(kw_only=True)
@@ -210,17 +209,6 @@ def known(groups: Mapping[str, Any], device: torch.device) -> dict[str, Topology
         if of is not None:
             found[name] = of
     return found
-
-
-def unreached(
-    groups: Mapping[str, Any], memory: str, device: torch.device, timeout: float
-) -> dict[str, str]:
-    """``{name: why}`` of the groups that a memory backend cannot serve; as `survey`.
-
-    Collective: as `survey`.
-    """
-    found = survey(groups, device, timeout)
-    return {name: why for name, of in found.items() if (why := of.why_not(memory))}
 
 
 def served(

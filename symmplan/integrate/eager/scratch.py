@@ -9,7 +9,7 @@ from attrs import define, field
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import own_work
 from symmplan.memory import realize
-from symmplan.memory.topology import unreached
+from symmplan.memory.topology import survey
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem
 from symmplan.registry.catalogue import runs_on_groups
@@ -53,7 +53,9 @@ class ScratchMemory:
         """
         named = {n: g.process_group for n, g in resolve_groups([group]).items()}
         memory = self.memory
-        if memory is None or unreached(named, memory, self._device, self._timeout):
+        if memory is None:
+            return list(tensors)
+        if survey(named, self._device, self._timeout)[group].why_not(memory):
             return list(tensors)
         sizes = tuple(x.numel() * x.element_size() for x in tensors)
         if not any(sizes):
