@@ -278,7 +278,7 @@ class Runtime:
         """
         base = None if slot is None else self.executor.leased(slot.base, buffer)
         if slot is None or base is None:
-            self._ran_plain(reasons.NOT_OURS)
+            self._count("plain", reasons.NOT_OURS)
             return plain(buffer)
         name = c10d.group_name(group)
         self.memory.groups.setdefault(name, group)
@@ -306,35 +306,30 @@ class Runtime:
             if self.schedule is None:
                 self.counts["recorded"] += 1
             else:
-                self._ran_plain(reason)
-        elif slot.lease is not None or slot.pushed:
+                self._count("plain", reason)
+        else:
             with launching(slot.expected):
-                work = act()
+                if slot.lease is not None or slot.pushed:
+                    work = act()
+                else:
+                    work = None
+                    assert slot.scheduled is not None
+                    assert slot.scheduled.place is not None
+                    self.memory.stage(slot.scheduled.place, slot.base, act, result=result)
             if slot.pushed and work is not None:  # a rank could not push
                 work, self._strange = None, True
-                self._ran_plain(reasons.WIDER)
+                self._count("plain", reasons.WIDER)
             else:
-                self._served(staged=slot.lease is None and slot.take is not None)
-        else:
-            work = None
-            assert slot.scheduled is not None
-            assert slot.scheduled.place is not None
-            with launching(slot.expected):
-                self.memory.stage(slot.scheduled.place, slot.base, act, result=result)
-            self._served(staged=True)
+                self.counts["served"] += 1
+                if slot.lease is None and (slot.take is not None or not slot.pushed):
+                    self._count("copies", reasons.IN_USE)
         slot.ran(work, done=slot.key.kind == "reduce_scatter")
         return work
 
-    def _ran_plain(self, reason: str) -> None:
-        self.counts["plain"] += 1
-        self.reasons[reason] += 1
-
-    def _served(self, *, staged: bool) -> None:
-        """A collective ran in its placement, ``staged`` if somebody was in its bytes."""
-        self.counts["served"] += 1
-        if staged:
-            self.counts["copies"] += 1
-            self.reasons[reasons.IN_USE] += 1
+    def _count(self, how: str, why: str) -> None:
+        """Count a collective that did not simply run in its placement."""
+        self.counts[how] += 1
+        self.reasons[why] += 1
 
     def _algorithm(
         self, slot: Slot, group: str, in_place: Callable[..., Callable[[], Any] | None]
