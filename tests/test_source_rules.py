@@ -48,7 +48,7 @@ def _last(node: ast.AST) -> str:
 
 
 def _values(files: dict[str, str]) -> set[str]:
-    """Classes without state: frozen ones, tuples, those whose methods set nothing."""
+    """Classes without state (frozen, tuples, methods that set nothing), and partials of them."""
     found = set()
     for source in files.values():
         for node in ast.walk(ast.parse(source)):
@@ -66,6 +66,12 @@ def _values(files: dict[str, str]) -> set[str]:
             local = any(_last(base) in ("local", "NamedTuple") for base in node.bases)
             if frozen or not (defined or sets or local):
                 found.add(node.name)
+    for source in files.values():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                call = node.value
+                if _last(call.func) == "partial" and _last(call.args[0]) in found:
+                    found.add(_last(node.targets[0]))
     return found
 
 
@@ -153,6 +159,11 @@ def test_state_of_the_process_is_in_one_object():
         ("@define\nclass Invented:\n    x: int = 0\n_KEPT = Invented()", ["_KEPT"]),
         ("class Invented(threading.local):\n    x = 0\n_KEPT = Invented()", ["_KEPT"]),
         ("@frozen\nclass Row:\n    x: int = 0\n_ROW = Row()", []),
+        ("@frozen\nclass Row:\n    x: int\n_row = partial(Row, x=1)\n_ROW = _row()", []),
+        (
+            "@define\nclass Kept:\n    x: int\n_kept = partial(Kept, x=1)\n_KEPT = _kept()",
+            ["_KEPT"],
+        ),
         ("class Plain:\n    def f(self):\n        return 1\n_PLAIN = Plain()", []),
         ("_WORDS = {'a': 1}\n_NAMES = ['a']\n_SET = frozenset(('a',))", []),
         ("_WORD = re.compile('a')\n_LOG = logging.getLogger('a')", []),
