@@ -133,13 +133,7 @@ def drawing(plan: Plan, advice: Iterable[Any] = ()) -> dict[str, Any]:
         "together": [sorted(pair) for pair in sorted(problem.together)],
         "times": _times([problem.operations[i].time for i in order]),
         "barriers": [
-            {
-                "before": barrier.before,
-                "at": position[barrier.before],
-                "group": barrier.group,
-                "buffers": list(barrier.buffers),
-            }
-            for barrier in plan.barriers
+            {**asdict(barrier), "at": position[barrier.before]} for barrier in plan.barriers
         ],
         "unplanned": [asdict(u) for u in plan.unplanned],
         "advice": [

@@ -18,27 +18,17 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
-from attrs import frozen
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import symmplan
 
-__all__ = ["DemoConfig", "Transformer", "peer_max", "sync_replicated"]
+__all__ = ["BATCH", "SEQ", "Transformer", "peer_max", "sync_replicated"]
 
 
-@frozen
-class DemoConfig:
-    """Sizes in elements; ``world`` ranks share heads, hidden units, sequence and vocabulary."""
-
-    world: int = 2
-    vocab: int = 256
-    dim: int = 256
-    heads: int = 8
-    hidden: int = 1024
-    blocks: int = 2
-    seq: int = 256
-    batch: int = 4
+#: Sizes in elements. The ranks share the vocabulary, heads, hidden units and the sequence.
+VOCAB, DIM, HEADS, HIDDEN, BLOCKS = 256, 256, 8, 1024, 2
+SEQ, BATCH = 256, 4
 
 
 # handshake: nobody reads a peer before the barrier below, so before every rank has written its x.
@@ -92,17 +82,13 @@ _linear = functools.partial(nn.Linear, bias=False)
 class _Block(nn.Module):
     """Attention and MLP on half the heads and half the hidden units."""
 
-    def __init__(
-        self, config: DemoConfig, gather: tuple[Any, ...], scatter: tuple[Any, ...]
-    ) -> None:
+    def __init__(self, world: int, gather: tuple[Any, ...], scatter: tuple[Any, ...]) -> None:
         super().__init__()
-        self.heads, self.gather, self.scatter = config.heads // config.world, gather, scatter
-        width, hidden = config.dim // config.world, config.hidden // config.world
-        self.norm1, self.norm2 = nn.LayerNorm(config.dim), nn.LayerNorm(config.dim)
-        self.qkv, self.proj = _linear(config.dim, 3 * width), _linear(width, config.dim)
-        self.mlp = nn.Sequential(
-            _linear(config.dim, hidden), nn.GELU(), _linear(hidden, config.dim)
-        )
+        self.heads, self.gather, self.scatter = HEADS // world, gather, scatter
+        width, hidden = DIM // world, HIDDEN // world
+        self.norm1, self.norm2 = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+        self.qkv, self.proj = _linear(DIM, 3 * width), _linear(width, DIM)
+        self.mlp = nn.Sequential(_linear(DIM, hidden), nn.GELU(), _linear(hidden, DIM))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self._parallel(self._attention, self.norm1(x))
@@ -122,17 +108,16 @@ class _Block(nn.Module):
 class Transformer(nn.Module):
     """A language model over bytes; returns the mean cross entropy of the next byte."""
 
-    def __init__(self, config: DemoConfig, rank: int, group: str) -> None:
+    def __init__(self, rank: int, world: int, group: str) -> None:
         super().__init__()
-        self.config, self.rank, self.group = config, rank, group
-        self.gather = ("all_gather_into_tensor", config.world, group)
-        self.scatter = ("reduce_scatter_tensor", "sum", config.world, group)
-        self.tokens = nn.Embedding(config.vocab, config.dim)
-        self.places = nn.Embedding(config.seq, config.dim)
+        self.rank, self.world, self.group = rank, world, group
+        self.gather = ("all_gather_into_tensor", world, group)
+        self.scatter = ("reduce_scatter_tensor", "sum", world, group)
+        self.tokens, self.places = nn.Embedding(VOCAB, DIM), nn.Embedding(SEQ, DIM)
         both = self.gather, self.scatter
-        self.blocks = nn.ModuleList(_Block(config, *both) for _ in range(config.blocks))
-        self.norm = nn.LayerNorm(config.dim)
-        self.head = _linear(config.dim, config.vocab // config.world)
+        self.blocks = nn.ModuleList(_Block(world, *both) for _ in range(BLOCKS))
+        self.norm = nn.LayerNorm(DIM)
+        self.head = _linear(DIM, VOCAB // world)
         # Split parameters differ between ranks, replicated ones do not.
         for index, (name, parameter) in enumerate(self.named_parameters()):
             split = not _replicated(name)
@@ -142,7 +127,7 @@ class Transformer(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """``inputs`` and ``targets`` are (seq, batch) bytes, the same on all ranks."""
-        length = self.config.seq // self.config.world
+        length = SEQ // self.world
         begin = self.rank * length
         places = self.places.weight[begin : begin + length].unsqueeze(1)
         x = self.tokens(inputs[begin : begin + length]) + places

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import symmplan
 from symmplan.bench.comm import OPS, compare
-from symmplan.cli.demo.model import DemoConfig, Transformer, sync_replicated
+from symmplan.cli.demo.model import BATCH, SEQ, Transformer, sync_replicated
 from symmplan.cli.doctor import cxx_compiler
 from symmplan.cli.files import write_text
 from symmplan.report import plan_facts
@@ -48,16 +48,15 @@ def run_rank(rank: int, world: int, setup: dict[str, Any]) -> dict[str, Any]:
     inner = setup["inner"]
     if inner == "auto":
         inner = "eager" if cxx_compiler() is None else "inductor"
-    config = DemoConfig(world=world)
     backend = symmplan.backend(inner=inner, memory="shm", timeout=setup["timeout"])
     # The same inner compiler; "aot_eager" because symmplan's "eager", too, runs what AOTAutograd
     # made of the model. (Dynamo's own "eager" loses these gradients on torch 2.11.)
     without = {"inductor": "inductor", "eager": "aot_eager"}[inner]
-    plain = _Trainee(config, rank, group, backend=without)
-    planned = _Trainee(config, rank, group, backend=backend)
+    plain = _Trainee(rank, world, group, backend=without)
+    planned = _Trainee(rank, world, group, backend=backend)
 
     difference = LargestDifference()
-    for step, (inputs, targets) in enumerate(_batches(config, setup["steps"]), start=1):
+    for step, (inputs, targets) in enumerate(_batches(setup["steps"]), start=1):
         compiling = f", compile with {inner}" if step == 1 else ""
         for trainee, how in ((plain, "without"), (planned, "with")):
             part = _TRAINING * (step - 1) / setup["steps"]
@@ -101,8 +100,8 @@ def run_rank(rank: int, world: int, setup: dict[str, Any]) -> dict[str, Any]:
 class _Trainee:
     """A model with its optimizer, and what became of it."""
 
-    def __init__(self, config: DemoConfig, rank: int, group: str, *, backend: Any) -> None:
-        self.model = Transformer(config, rank, group)
+    def __init__(self, rank: int, world: int, group: str, *, backend: Any) -> None:
+        self.model = Transformer(rank, world, group)
         self.group = group
         # Plain descent: Adam divides by the gradient's size, and would blow up the last bit of a
         # gradient near zero to a whole step.
@@ -131,13 +130,13 @@ class _Trainee:
         return statistics.median_high(self._seconds[1:] or self._seconds)
 
 
-def _batches(config: DemoConfig, steps: int) -> list[tuple[Tensor, Tensor]]:
+def _batches(steps: int) -> list[tuple[Tensor, Tensor]]:
     """``steps`` times (inputs, targets), each (seq, batch); the same on all ranks."""
     text = torch.frombuffer(bytearray(_TEXT.encode()), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(1)
-    last = len(text) - config.seq - 1
-    starts = torch.randint(last, (steps, config.batch), generator=generator).tolist()
-    rows = [torch.stack([text[at : at + config.seq + 1] for at in step], 1) for step in starts]
+    last = len(text) - SEQ - 1
+    starts = torch.randint(last, (steps, BATCH), generator=generator).tolist()
+    rows = [torch.stack([text[at : at + SEQ + 1] for at in step], 1) for step in starts]
     return [(row[:-1].contiguous(), row[1:].contiguous()) for row in rows]
 
 
