@@ -30,7 +30,6 @@ from symmplan.capture.c10d import Functional, functional_form, reader_of
 from symmplan.capture.module_names import name_modules, parameter_owners
 from symmplan.capture.signatures import signature, stand_in
 from symmplan.capture.streams import MAIN, Timeline
-from symmplan.coordination.own import in_own_work
 from symmplan.torch_private import dispatch, threads, works
 from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves, tree_map_only
 
@@ -101,6 +100,7 @@ class Recorder(TorchDispatchMode):
     Args:
         lookup: Gives what is declared of an op, or None.
         before: Called with each declared op and its arguments, before it runs.
+        aside: Whether the code that runs now is not the program's, so that it is not recorded.
         streams: Those of the device; None where there are none.
         scratch: Gives declared ops symmetric memory to run on.
         default_group: As for `capture_fx`.
@@ -120,6 +120,7 @@ class Recorder(TorchDispatchMode):
         self,
         lookup: Callable[[Any], OpSpec | None],
         before: Callable[[Any, Any, Any], None],
+        aside: Callable[[], bool],
         *,
         streams: CudaStreams | None,
         scratch: Any,
@@ -132,6 +133,7 @@ class Recorder(TorchDispatchMode):
         self.lines: dict[fx.Node, str] = {}
         self._lookup = lookup
         self._before = before
+        self._aside = aside
         self._streams = streams
         self._scratch = scratch
         self._default_group = default_group
@@ -161,7 +163,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._closed or in_own_work():  # not the program's
+        if self._closed or self._aside():
             return func(*args, **kwargs)
         if any(map(dispatch.wraps_tensors, types)):
             return NotImplemented  # a wrapper: let it run the ops that it is made of

@@ -14,7 +14,7 @@ from symmplan.capture.eager_problem import capture_recorded
 from symmplan.capture.producers import is_allocation, out_overload
 from symmplan.capture.signatures import signature
 from symmplan.coordination.exchange import Exchange
-from symmplan.coordination.own import own_work
+from symmplan.coordination.own import in_own_work, own_work
 from symmplan.errors import AgreementError
 from symmplan.integrate.eager.build import Builder
 from symmplan.integrate.eager.faults import public
@@ -129,6 +129,7 @@ class IterationRecording:
         self._recorder = Recorder(
             self._lookup,
             self._meet_at_op,
+            in_own_work,
             streams=settings.streams,
             scratch=self._scratch,
             default_group=settings.group.name,
