@@ -208,22 +208,19 @@ class _Device:
         self.reserved = self.base
 
 
-def _with_device(rank, world, totals, base, cached, live=None, beyond=0):
+def _with_device(rank, world, totals, base, cached, live=None):
     from symmplan.integrate.fsdp import memory
-    from symmplan.process import PROCESS
     from symmplan.runtime import prepare
 
     device = _Device(totals[rank], base, cached)
     before = memory.device_memory, room.device_memory, prepare.empty_cache
     memory.device_memory = room.device_memory = device.memory
     prepare.empty_cache = device.empty
-    PROCESS.beyond = {"trials": beyond}
     try:
         result = budget_programs.fsdp(rank, world, "placed", unsharded_modules=live)
         device.memory(None)
     finally:
         memory.device_memory, room.device_memory, prepare.empty_cache = before
-        PROCESS.beyond = {}
     return {**result, "emptied": device.emptied, "used": max(device.used), "usage": device.usage}
 
 
@@ -259,14 +256,3 @@ def test_the_cache_stays_where_a_plan_fits_without(two):
     for result in two.run(_with_device, [_BASE * 4] * 2, _BASE, _BASE // 2, 2):
         assert result["stats"]["served"] > 0
         assert result["emptied"] == 0
-
-
-@pytest.mark.ranks
-@pytest.mark.all_cases
-@pytest.mark.parametrize("more", [-MiB, 64 * MiB])
-def test_bytes_beyond_segments_count_with_the_plan(two, more):
-    """What communicators have taken on any rank is no room: with the plan it may have no more."""
-    cached, taken = _BASE + _ROOM, _ROOM + more
-    for result in two.run(_with_device, [4 * _BASE] * 2, _BASE, cached, None, taken):
-        assert result["differences"] == []
-        assert bool(result["stats"]["served"]) == (more < 0)

@@ -222,7 +222,7 @@ def test_another_tensor_than_that_which_was_made_in_its_placement(pool, who, ano
     for outcome in pool.outcomes(_another_tensor, who, another):
         assert outcome.error is not None, outcome
         assert outcome.error.kind == "RunError", outcome.error.traceback
-        assert "argument 'input' is not the tensor that it was" in outcome.error.text
+        assert "argument 'input' is not the tensor of the recorded iteration" in outcome.error.text
         assert outcome.error.fields.get("failed_rank", outcome.rank) == who
         assert outcome.error.fields["buffer"]
 
