@@ -61,7 +61,7 @@ AGREED = {
         _outputs _peers _plain _pushes _run begin bisect_left call carried end
         chosen collectives counts zero_copy unshards exchange get groups
         index live meeting memory nbytes offset offsets other p
-        place reason received schedule segment segments site
+        place reason received schedule segment segments site take_shared
         tensor view algorithm parts
     """,
     "types and sizes of parameters, and of what their own tensors give to a gather": """

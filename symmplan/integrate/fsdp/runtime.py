@@ -129,19 +129,20 @@ class Runtime:
         self._arrived = None
         scheduled = self._follow(key)
         place = None if scheduled is None or not self.executor.serves else scheduled.place
-        lease = send = take = None
+        lease = send = shared = None
         if place is None or scheduled is None or scheduled.zero_copy:
             base = plain()
         elif scheduled.pushed:
             base = self.memory.element(place, dtype)
             send = functools.partial(self.memory.pushes(scheduled).send, slot=place)
             if scheduled.algorithm.name == "shared push":
-                take = functools.partial(self.memory.take, place)
+                shared = functools.partial(self.memory.take, place)
         else:
             lease = self.memory.take(place)
             base = plain() if lease is None else self.memory.at(place, dtype)
-        slot = Slot(key, base, plain, scheduled=scheduled, lease=lease, send=send, take=take)
-        slot.pushed, slot.expected = send is not None, self.expected(key, scheduled)
+        slot = Slot(key, base, plain, scheduled=scheduled, lease=lease, send=send)
+        slot.pushed, slot.take_shared = send is not None, shared
+        slot.expected = self.expected(key, scheduled)
         if self._log is not None:
             slot.log, slot.index = self._log, self._log.begin(key, key.numel * dtype.itemsize)
             self.memory.look(own=True)
@@ -321,7 +322,7 @@ class Runtime:
                 self._count("plain", reasons.WIDER)
             else:
                 self.counts["served"] += 1
-                if slot.lease is None and (slot.take is not None or not slot.pushed):
+                if slot.lease is None and (slot.take_shared is not None or not slot.pushed):
                     self._count("copies", reasons.IN_USE)
         slot.ran(work, done=slot.key.kind == "reduce_scatter")
         return work

@@ -39,7 +39,7 @@ class Slot:
         served: How many buffers FSDP2 asked for with it: 2 for a reduce-scatter's output.
         expected: How it is to run, where that is being checked.
         pushed: Whether its bytes go straight to the peers.
-        take: Takes the bytes of a shared slot for the buffer, if nobody uses them.
+        take_shared: Takes the bytes of a shared slot for the buffer, if nobody uses them.
         send: Pushes the gradients where the buffer has no bytes, until FSDP2 has given them.
         hold: Told of gradients, bytes of an element, and the buffer with which they are dropped.
         flat: That, where gradients are not pushed that the plan has no room for.
@@ -58,7 +58,7 @@ class Slot:
     served: int = 1
     expected: Expected | None = None
     pushed: bool = False
-    take: Callable[[], Lease | None] | None = None
+    take_shared: Callable[[], Lease | None] | None = None
     send: Callable[..., tuple[torch.Tensor, ...]] | None = None
     hold: Callable[..., None] | None = None
     flat: torch.Tensor | None = None
@@ -91,7 +91,7 @@ class Slot:
             self.pushed, self.flat = False, self.plain()
             return self.flat
         with launching(self.expected):
-            shared = None if self.take is None else self._took
+            shared = None if self.take_shared is None else self._took
             self.pushing = send(
                 gradients, travels=planned, take=shared, site=self.key.site, fits=fits
             )
@@ -99,8 +99,8 @@ class Slot:
 
     def _took(self) -> bool:
         """The bytes of a shared slot are this buffer's, until they are summed; if they can be."""
-        assert self.take is not None
-        self.lease = self.take()
+        assert self.take_shared is not None
+        self.lease = self.take_shared()
         return self.lease is not None
 
     def watch(self, buffer: torch.Tensor) -> None:
