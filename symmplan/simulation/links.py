@@ -111,7 +111,7 @@ class Links:
         """Predicted seconds of a collective; see [Note: predicted times].
 
         Args:
-            op: Its name in `symmplan.simulation.report.Collective`.
+            op: Its name in `symmplan.simulation.timeline.Collective`.
             nbytes: Bytes of its largest tensor on one rank.
             span: Ranks and domains of its group.
             algorithm: Its algorithm.

@@ -6,7 +6,7 @@ import json
 from html import escape
 from typing import TYPE_CHECKING
 
-from attrs import asdict, field, frozen
+from attrs import asdict, frozen
 
 from symmplan.planner.advice import advise
 from symmplan.planner.budget import bytes_of
@@ -15,38 +15,13 @@ from symmplan.report.format import count, seconds, size, table, visible
 from symmplan.report.html import page, plan_frame, tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
     from typing import Any
 
-    from symmplan.model import AlgorithmName, Plan
-    from symmplan.simulation.timeline import Times
+    from symmplan.model import Plan
+    from symmplan.simulation.timeline import Collective, Times
 
-__all__ = ["Answer", "Collective", "Ordinary", "SimulationReport"]
-
-
-@frozen
-class Collective:
-    """The program's collectives of one kind.
-
-    Attributes:
-        op: Name of the op; ``"all_gather"`` and ``"reduce_scatter"`` are FSDP2's,
-            ``"all_to_all"`` is of experts.
-        count: How often it ran.
-        nbytes: Bytes of the largest tensor of one collective, on this rank.
-        group: Name of the process group.
-        ranks: Number of ranks of the group.
-        algorithm: Its algorithm in the plan.
-        seconds: ``{algorithm: predicted seconds of one collective}``, for all algorithms that it
-            may have; empty without links.
-    """
-
-    op: str
-    count: int
-    nbytes: int
-    group: str
-    ranks: int
-    algorithm: AlgorithmName
-    seconds: Mapping[str, float] = field(factory=dict, hash=False)
+__all__ = ["Answer", "Ordinary", "SimulationReport"]
 
 
 @frozen

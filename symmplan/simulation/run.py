@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from attrs import evolve
 
 from symmplan.coordination.own import in_own_work
 from symmplan.coordination.world import SimulatedCall, World, current, enter, leave
@@ -25,8 +26,8 @@ from symmplan.runtime.tuning_table import read_table, ruled
 from symmplan.runtime.work import flops_of
 from symmplan.simulation.links import Links, Span, links_of
 from symmplan.simulation.memory import Storages
-from symmplan.simulation.report import Collective, Ordinary, SimulationReport
-from symmplan.simulation.timeline import Ran, Row, predicted
+from symmplan.simulation.report import Ordinary, SimulationReport
+from symmplan.simulation.timeline import Collective, Ran, predicted, seconds_of
 from symmplan.torch_private import fake_world
 from symmplan.torch_private.c10d import group_by_name, group_name, ranks_of, unboxed_group
 from symmplan.torch_private.ops import tree_leaves
@@ -221,7 +222,7 @@ def _report(
             storage.kind = "placed"
     # A push has its gradients until it is over.
     held = {s for planner, known_by, s in world.held if planner.algorithm(known_by) in PUSHES}
-    rows = [Row(call, algorithm, _span(call, world)) for call, algorithm in _algorithms(ran)]
+    each = [_collective(*made, world, machine) for made in _algorithms(ran)]
     return SimulationReport(
         ranks=world.ranks,
         rank=world.rank,
@@ -231,15 +232,18 @@ def _report(
         lower_bound_bytes=sum(p.lower_bound_bytes for p in plans),
         ordinary_bytes=Ordinary(**storages.peak(held)),
         device_bytes_without=storages.most_without(),
-        collectives=tuple(
-            Collective(
-                *(row.call.op, n, row.call.nbytes, row.call.group, row.span.ranks, row.algorithm),
-                {} if machine is None else row.seconds(machine),
-            )
-            for row, n in Counter(rows).items()
-        ),
-        times=None if machine is None else predicted(machine, ran, rows),
+        collectives=tuple(evolve(one, count=n) for one, n in Counter(each).items()),
+        times=None if machine is None else predicted(machine, ran, each),
     )
+
+
+def _collective(
+    call: SimulatedCall, algorithm: AlgorithmName, world: World, machine: Links | None
+) -> Collective:
+    """One that ran."""
+    span = _span(call, world)
+    seconds = {} if machine is None else seconds_of(call, algorithm, span, machine)
+    return Collective(call.op, 1, call.nbytes, call.group, span.ranks, algorithm, seconds)
 
 
 def _algorithms(ran: Ran) -> Iterator[tuple[SimulatedCall, AlgorithmName]]:

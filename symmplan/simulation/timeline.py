@@ -21,12 +21,37 @@ if TYPE_CHECKING:
     from symmplan.model import AlgorithmName
     from symmplan.simulation.links import Links, Span
 
-__all__ = ["Exposure", "Ran", "Row", "Times", "predicted"]
+__all__ = ["Collective", "Exposure", "Ran", "Times", "predicted", "seconds_of"]
 
 #: Algorithms of collectives within one domain, and over several.
 _WITHIN: tuple[AlgorithmName, ...] = ("ordinary", "symmetric", "copy engine", "push")
 _OVER: tuple[AlgorithmName, ...] = ("ordinary", "two-level")
 _GATHER, _REDUCE = "all_gather", "reduce_scatter"  # FSDP2's
+
+
+@frozen
+class Collective:
+    """The program's collectives of one kind.
+
+    Attributes:
+        op: Name of the op; ``"all_gather"`` and ``"reduce_scatter"`` are FSDP2's,
+            ``"all_to_all"`` is of experts.
+        count: How often it ran.
+        nbytes: Bytes of the largest tensor of one collective, on this rank.
+        group: Name of the process group.
+        ranks: Number of ranks of the group.
+        algorithm: Its algorithm in the plan.
+        seconds: ``{algorithm: predicted seconds of one collective}``, for all algorithms that it
+            may have; empty without links.
+    """
+
+    op: str
+    count: int
+    nbytes: int
+    group: str
+    ranks: int
+    algorithm: AlgorithmName
+    seconds: Mapping[str, float] = field(factory=dict, hash=False)
 
 
 @frozen
@@ -106,23 +131,16 @@ class Ran:
         self.calls.append(call)
 
 
-@frozen
-class Row:
-    """A collective, how it runs, and how its group lies on the machine."""
+def seconds_of(
+    call: SimulatedCall, algorithm: AlgorithmName, span: Span, machine: Links
+) -> dict[str, float]:
+    """``{algorithm: seconds}`` of those that a collective may have, of its own first.
 
-    call: SimulatedCall
-    algorithm: AlgorithmName
-    span: Span
-
-    def seconds(self, machine: Links) -> dict[str, float]:
-        """``{algorithm: seconds}`` of those that it may have, of its own first.
-
-        What stays ordinary in the plan has nothing else.
-        """
-        of = _WITHIN if self.span.domains == 1 else _OVER
-        others = () if self.algorithm == "ordinary" else (a for a in of if a != self.algorithm)
-        given = self.call.op, self.call.nbytes, self.span
-        return {a: machine.seconds(*given, a) for a in (self.algorithm, *others)}
+    What stays ordinary in the plan has nothing else.
+    """
+    of = _WITHIN if span.domains == 1 else _OVER
+    others = () if algorithm == "ordinary" else (a for a in of if a != algorithm)
+    return {a: machine.seconds(call.op, call.nbytes, span, a) for a in (algorithm, *others)}
 
 
 @frozen
@@ -140,18 +158,17 @@ class Times:
     forced: Mapping[str, Exposure]
 
 
-def predicted(machine: Links, ran: Ran, rows: Sequence[Row]) -> Times:
+def predicted(machine: Links, ran: Ran, collectives: Sequence[Collective]) -> Times:
     """What a program takes on a machine, as it is planned and by each algorithm."""
-    known = {row: row.seconds(machine) for row in dict.fromkeys(rows)}
 
     def exposure(algorithm: str) -> Exposure:
         def took(number: int) -> float:
-            row = rows[number]
-            return known[row].get(algorithm, known[row][row.algorithm])
+            known = collectives[number].seconds
+            return known.get(algorithm, known[collectives[number].algorithm])
 
         return ran.exposure(machine.flops, took)
 
-    occur = dict.fromkeys(row.algorithm for row in rows)
+    occur = dict.fromkeys(collective.algorithm for collective in collectives)
     return Times(
         machine, exposure(""), {a: exposure(a) for a in dict.fromkeys(("ordinary", *occur))}
     )

@@ -18,7 +18,7 @@ from symmplan.errors import OptionError
 from symmplan.simulation import PRESETS, Links, simulate
 from symmplan.simulation.links import Span, links_of
 from symmplan.simulation.run import _left
-from symmplan.simulation.timeline import Ran, Row, predicted
+from symmplan.simulation.timeline import Collective, Ran, predicted, seconds_of
 
 #: A byte takes a second within a domain, two in torch's own way, and ten between.
 SLOW = Links(within=1, ordinary=0.5, between=0.1, rails=False)
@@ -90,7 +90,12 @@ def _ran(*events):
             ran.other(SimulatedCall(what, 80, "g"), placed=True)
         else:
             ran.products(what)
-    return ran, [Row(call, "symmetric", Span(4)) for *_, call in ran.calls]
+    calls = [call for *_, call in ran.calls]
+    took = [seconds_of(call, "symmetric", Span(4), evolve(SLOW, flops=1)) for call in calls]
+    return ran, [
+        Collective(call.op, 1, call.nbytes, call.group, 4, "symmetric", seconds)
+        for call, seconds in zip(calls, took, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
