@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "render", "run"]
 
 _LEGEND = (
-    "pad: uses the signal pad of its segment (+pad: of this tensor's alone). handshake: touches "
-    "no symmetric byte before all ranks have started it. release: ends only when all ranks' "
-    "accesses are over. synchronizes: ends only after all ranks have started it. enters: peers "
-    "touch a rank's bytes only after that rank has started it; releases: and no more after it "
-    "has ended there. async: wait_tensor ends it. out: the variant that writes into given "
-    "tensors. name@16: aligned to 16 bytes instead of 256."
+    "pad: uses the signal pad of its segment (+pad: only this tensor does). handshake: touches no "
+    "symmetric byte before all ranks have started it. release: ends only after all ranks have "
+    "finished their accesses. synchronizes: ends only after all ranks have started it. enters: "
+    "peers touch a rank's bytes only after that rank has started it; releases: peers no longer "
+    "touch them after that rank has ended it. async: wait_tensor ends it. out: the variant that "
+    "writes into given tensors. name@16: aligned to 16 bytes instead of 256."
 )
 _CODE = re.compile(r"\w+::\w+|\b_c10d_functional\b")
 
@@ -191,12 +191,12 @@ def _facts_of_nccl(found: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     said += [f"copy engines from {engines} on"] if engines else []
     yield "NCCL", ", ".join(said)
     if nccl["sides"]:
-        yield "What NCCL wants to be symmetric", nccl["sides"]
+        yield "Tensors that NCCL needs in symmetric memory", nccl["sides"]
     if nccl["dtypes"]:
-        yield "Types that its symmetric kernels take", ", ".join(nccl["dtypes"])
+        yield "Types of its symmetric kernels", ", ".join(nccl["dtypes"])
     if nccl["reductions"]:
         since = (f"{op} from {'.'.join(map(str, v))} on" for op, v in nccl["reductions"].items())
-        yield "Reductions that they know", ", ".join(since)
+        yield "Reductions of its symmetric kernels", ", ".join(since)
     for memory, text in (("nccl", "over NCCL"), ("shm", "in shared memory")):
         yield f"symmplan's algorithms {text}", ", ".join(algorithms[memory])
 

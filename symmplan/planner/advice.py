@@ -135,7 +135,7 @@ def _alignment(plan: Plan) -> Iterator[Advice]:
         text = f"{len(strict)} buffers ask for more than {least}-byte alignment"
         yield _changed(problem, "alignment", text, strict, align=least)
     if least > 1 and any(b.nbytes % least for b in problem.buffers):
-        text = f"sizes are no multiples of the alignment of {least} bytes"
+        text = f"sizes are not multiples of the alignment of {least} bytes"
         yield _changed(problem, "alignment", text, problem.buffers, align=1)
 
 
@@ -143,7 +143,7 @@ def _flags(plan: Plan) -> Iterator[Advice]:
     problem = plan.problem
     rigid = [b for b in problem.buffers if b.persistent]
     for b in sorted(rigid, key=lambda b: (-b.nbytes, b.name))[:8]:
-        text = f"{b.name!r} is bound for the whole program and shares with nothing"
+        text = f"{b.name!r} is bound for the whole program and shares no bytes"
         yield _changed(problem, "persistent", text, [b], persistent=False)
     for b in sorted(problem.buffers, key=lambda b: b.name):
         if b.offset is not None:
@@ -177,15 +177,15 @@ def _orderings(plan: Plan) -> Iterator[Advice]:
     order = order_of(problem)
     if order.chains < 2:
         return
-    # All at once first: what is there to be gained at most by waiting more? The edges make the
-    # canonical linear extension the only one.
+    # First all waits together, which is the most that waits can save. The edges make the canonical
+    # linear extension the only one.
     ahead = [i for i in range(len(order.names) - 1) if not order.precedes(i, i + 1)]
     edges = tuple((order.names[i], order.names[i + 1]) for i in ahead)
     yield Advice(
         "order",
         0,
-        f"the {order.chains} streams run ahead of each other; one after the other, as in "
-        "`edges`, they would need less",
+        f"the {order.chains} streams may run ahead of each other; in one order, that of "
+        "`edges`, they need less",
         edges=edges[:64],
         problem=evolve(problem, edges=problem.edges + edges),
     )
@@ -200,8 +200,8 @@ def _orderings(plan: Plan) -> Iterator[Advice]:
             edges = _missing(order, ops[first], ops[second])
             if edges:
                 text = (
-                    f"nothing orders {first!r} before {second!r}; an event after "
-                    f"{edges[0][0]!r} that {edges[0][1]!r} waits for would"
+                    f"nothing orders {first!r} before {second!r}; record an event after "
+                    f"{edges[0][0]!r}, and let {edges[0][1]!r} wait for it"
                 )
                 changed = evolve(problem, edges=problem.edges + edges)
                 yield Advice("order", 0, text, (first, second), edges, changed)
@@ -245,7 +245,7 @@ def _known(plan: Plan) -> Iterator[Advice]:
     for barrier in plan.barriers:
         text = (
             f"a barrier over {barrier.group!r} must run before {barrier.before!r}, because "
-            "peers touch bytes that are reused there; an operation that handshakes would save it"
+            "peers touch bytes that are reused there; an operation that handshakes needs no barrier"
         )
         yield Advice("barrier", 0, text, barrier.buffers)
 
@@ -262,7 +262,7 @@ def _unsharded_modules(plan: Plan) -> Iterator[Advice]:
         if other.unsharded_modules > alive and needs >= peak:
             text = (
                 f"{asked} more; the last modules of forward that then fit stay unsharded, and "
-                "backward gathers them no more"
+                "backward does not gather them again"
             )
             yield Advice("unsharded_modules", 0, text)
 

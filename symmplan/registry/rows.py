@@ -126,13 +126,13 @@ def _functional(name: str, kind: str, where: str, **more: Any) -> CatalogueRow:
 
 
 def _autograd(name: str, kind: str, **more: Any) -> CatalogueRow:
-    note = "differentiable front of the op of that name in _c10d_functional"
+    note = "differentiable form of the op of the same name in _c10d_functional"
     op = f"_c10d_functional_autograd::{name}"
     return _collective(op, kind, "input return", note=note, **more)
 
 
 def _c10d(name: str, kind: str, where: str, *, note: str = "", **more: Any) -> CatalogueRow:
-    note = note or "returns a Work; the wait for that ends it"
+    note = note or "returns a Work; its wait ends the call"
     return _collective(f"c10d::{name}", kind, where, group="process_group", note=note, **more)
 
 
@@ -175,16 +175,14 @@ def _nccl(name: str, kind: str) -> CatalogueRow:
 
 
 def _fused(name: str, kind: str, note: str) -> CatalogueRow:
-    return CatalogueRow(
-        f"symm_mem::{name}", kind, "", note=f"rendezvouses a workspace of its own; {note}"
-    )
+    return CatalogueRow(f"symm_mem::{name}", kind, "", note=f"registers its own workspace; {note}")
 
 
 _CLONES = "torch clones the input and works in place on the clone"
 _NO_OUT = "no variant writes into given tensors: the result is staged"
-_PAIRWISE = "a rank waits for those that send it something"
-_PARTS = "parts of one size can be written where they are told"
-_ROOT = "ranks wait for the root alone; NCCL has no symmetric kernel for it"
+_PAIRWISE = "each rank waits only for the ranks that send to it"
+_PARTS = "parts of equal size can be written into given tensors"
+_ROOT = "ranks wait for the root only; NCCL has no symmetric kernel for it"
 
 _AG, _RS, _AR = "all-gather", "reduce-scatter", "all-reduce"
 _A2A, _BC, _R = "all-to-all", "broadcast", "reduce"
@@ -214,13 +212,13 @@ COLLECTIVES: tuple[CatalogueRow, ...] = (
         "shift",
         "input return",
         synchronizes=False,
-        note="parts of pipelined collectives: each rank waits for one other",
+        note="part of a pipelined collective: each rank waits for one other rank",
     ),
     CatalogueRow(
         "_dtensor::shard_dim_alltoall",
         _A2A,
         "",
-        note="sends from and receives into buffers of its own: nothing to place",
+        note="uses its own buffers: nothing to place",
     ),
     _c10d("_allgather_base_", _AG, "output_tensor input_tensor"),
     _c10d("_reduce_scatter_base_", _RS, "output_tensor input_tensor"),
@@ -235,13 +233,13 @@ COLLECTIVES: tuple[CatalogueRow, ...] = (
 _MULTICAST = "needs NVLink multicast"
 _UNORDERED = f"{_MULTICAST}; sums in no fixed order"
 _POOL = f"{_MULTICAST}; takes its result from torch's own symmetric pool"
-_TO_ALL = f"{_MULTICAST}; writes all peers at once, synchronizes with none"
+_TO_ALL = f"{_MULTICAST}; writes all peers together, synchronizes with none"
 _FILLS = "fills symm_buffer before the ranks meet"
 _ANY_OUT, _ANY_OUTPUT = "out may be ordinary memory", "output may be ordinary memory"
 _OWN_SYNCS = "NVSHMEM; its own syncs are not relied on"
 _CONTRACT = "OpenSHMEM contract: callers synchronize"
 _SPLITS = "writes peers' splits before its first barrier"
-_FALLBACK = "an ordinary input goes through a workspace of its own; the result is ordinary memory"
+_FALLBACK = "an ordinary input is copied to its own workspace; the result is ordinary memory"
 
 #: Ops of ``torch.ops.symm_mem``.
 SYMM_MEM: tuple[CatalogueRow, ...] = (
