@@ -116,7 +116,7 @@ def test_what_is_no_plan_and_no_function_is_refused(call, option, what):
     ("call", "error", "what"),
     [
         (lambda: symmplan.placed.handle(None), NotSymmetricError, "a tensor is a NoneType"),
-        (lambda: symmplan.trainers.watched(3), OptionError, "3 is no handle"),
+        (lambda: symmplan.trainers.watched(3), OptionError, "3 is not a handle"),
         (lambda: symmplan.Problem.from_intervals(None), ProblemError, "intervals cannot be read"),
         (lambda: symmplan.Problem.from_intervals([3]), ProblemError, "intervals cannot be read"),
         (lambda: typed_view("float32"), RunError, "'a' was asked for in the type 'float32'"),

@@ -223,7 +223,7 @@ def test_a_table_serves_real_options(tmp_path):
     path = tmp_path / "choices.json"
     path.write_text(Table("shm", (TuningRow("all_gather", 2, 64, "ordinary"),)).to_json())
     assert symmplan.backend(choose=str(path)).settings.table.rows
-    with pytest.raises(OptionError, match="no tuning table: No such file") as caught:
+    with pytest.raises(OptionError, match="not a tuning table: No such file") as caught:
         symmplan.backend(choose=str(tmp_path / "missing.json"))
     assert caught.value.got
 
