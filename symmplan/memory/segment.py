@@ -51,10 +51,10 @@ class Rendezvous:
     Attributes:
         memory: Name of the memory backend.
         group: The group.
-        near: The ranks of this one's host, in the order of the group.
-        place: Which of them is this one.
-        counterparts: Connections with the other hosts, if the group is on several; see
-            [Note: two levels] in `symmplan.memory.counterparts`.
+        near: The ranks on this rank's host, in the order of the group.
+        place: The index of this rank in ``near``.
+        counterparts: Connections with the other hosts, if the group is on several hosts; None
+            otherwise.
     """
 
     memory = "local"

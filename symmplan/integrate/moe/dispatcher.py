@@ -220,7 +220,7 @@ class ExpertParallel:
                 overlaps with the exchange, such as a shared expert; so do their backwards.
 
         Returns:
-            The rows for this rank: ``routes.received[r]`` rows of each rank ``r``, sorted by rank.
+            The rows for this rank, sorted by rank; ``routes.received[r]`` of them from rank ``r``.
             The backward combines gradients.
 
         Raises:
