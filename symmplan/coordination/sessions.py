@@ -236,7 +236,8 @@ def _as_data(error: BaseException, rank: int) -> dict[str, Any]:
     """An error of this rank as plain values."""
     if not isinstance(error, SymmplanError):
         what = f"{type(error).__name__}: {error}"
-        return {"rank": rank, "kind": RunError.__name__, "what": what}
+        fix = f"mend what raised on rank {rank}, whose traceback says where"
+        return {"rank": rank, "kind": RunError.__name__, "what": what, "fix": fix}
     return {
         "rank": _failed_rank(error, rank),
         "group": error.group,

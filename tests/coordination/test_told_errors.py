@@ -35,6 +35,12 @@ def test_who_failed_is_named_once():
     assert (error.failed_rank, error.fix) == (1, "try tomorrow")
 
 
+def test_peers_of_a_program_that_raised_hear_where_to_look():
+    error = told(ValueError("mine"), "a", "a")
+    assert error.what == "rank 1 failed: ValueError: mine"
+    assert error.fix == "mend what raised on rank 1, whose traceback says where"
+
+
 @pytest.mark.parametrize(
     "error",
     [
