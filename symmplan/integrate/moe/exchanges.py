@@ -114,6 +114,18 @@ class RowPushes:
         kind = f"{rows.dtype} {row} {routes.table}"
         return note("all_to_all_single_out", kind, out_offset=self._slot.offset)
 
+    def compare(self, row: int) -> None:
+        """Check in shared memory that all ranks come with rows of ``row`` bytes.
+
+        Raises:
+            RunError: They do not; raised on every rank.
+
+        Collective: yes.
+        """
+        if self.meeting.memory == "shm":
+            self.met = True
+            self.meeting.enter(note("all_to_all_single_out", f"rows of {row} bytes"))
+
     def refuse(self) -> None:
         """Let the peers' call fail. Collective: yes, with that."""
         self.met = True

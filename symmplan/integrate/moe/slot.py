@@ -97,6 +97,8 @@ class RowSlot:
         """
         key = (row, isinstance(routes, PaddedRoutes))
         algorithm = self._algorithms.get(key)
+        if self.pushes is not None and (algorithm is None or not row):
+            self.pushes.compare(row)  # a rank that alone comes to that is heard by its peers
         if algorithm == "ordinary" or not row:
             return "ordinary"
         if self.arena is None or routes.most * row > self._room(self.arena):

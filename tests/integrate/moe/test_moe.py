@@ -161,9 +161,11 @@ def _faults(rank, world_size):
         texts.append(caught.value.ranks)
     rows = torch.arange(2.0 * world_size).view(-1, 1) + 100 * rank
     _, before, _ = _layer(experts, rows, good, rank)
-    for number in range(5):
+    wide, narrow = rows.repeat(1, 4096), rows[:, :0]
+    for number in range(8):
         routes = experts.routes(good)
-        given = rows if rank != 1 else (rows.double(), rows[1:], "rows")[number % 3]
+        wrong = (rows.double(), rows[1:], "rows", wide, narrow)[number % 5]
+        given = wrong if rank == 1 else rows
         with pytest.raises(RunError) as caught:
             experts.dispatch(given, routes)
         texts.append(str(caught.value).splitlines()[0])
@@ -179,8 +181,9 @@ def test_what_one_rank_does_wrong_fails_on_all(pool):
     for rank, texts in enumerate(pool.run(_faults)):
         assert texts[:3] == [(1,)] * 3
         for number, text in enumerate(texts[3:]):
-            told = ("make different calls", "are not those of the routes", "rows are a str")
-            assert told[number % 3 if rank == 1 else 0] in text
+            mine = ("are not those of the routes", "rows are a str")
+            is_mine = rank == 1 and number % 5 in (1, 2)
+            assert (mine[number % 5 - 1] if is_mine else "make different calls") in text
 
 
 def _no_room(rank, world_size, where):
