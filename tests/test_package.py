@@ -349,6 +349,7 @@ def test_examples_in_docstrings_run(name):
 
 @pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "examples").glob("*.py")))
 @pytest.mark.ranks
+@pytest.mark.further
 def test_examples_run(name, tmp_path):
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / name],

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from paths import parsed
 
 PACKAGE = Path(__file__).parent.parent / "symmplan"
 SOURCES = {
@@ -51,7 +52,7 @@ def _values(files: dict[str, str]) -> set[str]:
     """Classes without state (frozen, tuples, methods that set nothing), and partials of them."""
     found = set()
     for source in files.values():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             if not isinstance(node, ast.ClassDef):
                 continue
             made = [ast.unparse(d) for d in node.decorator_list]
@@ -67,7 +68,7 @@ def _values(files: dict[str, str]) -> set[str]:
             if frozen or not (defined or sets or local):
                 found.add(node.name)
     for source in files.values():
-        for node in ast.parse(source).body:
+        for node in parsed(source).body:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
                 call = node.value
                 if _last(call.func) == "partial" and _last(call.args[0]) in found:
@@ -90,7 +91,7 @@ def _changed(files: dict[str, str]) -> set[str]:
     """Names that some file changes in place: by a method, an index, or as another module's."""
     found = set()
     for source in files.values():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             target = None
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 target = node.func.value if node.func.attr in CHANGES else None
@@ -107,7 +108,7 @@ def module_state(files: dict[str, str]) -> list[str]:
     """What modules keep that is no constant, in ``{path inside the package: source}``."""
     values, changed, found = _values(files), _changed(files), []
     for path, source in sorted(files.items()):
-        tree = ast.parse(source)
+        tree = parsed(source)
         for node in ast.walk(tree):
             if isinstance(node, ast.Global):
                 found += [f"{path}: {name}" for name in node.names]
@@ -198,7 +199,7 @@ def _has(node: ast.AST, *kinds: type[ast.AST], least: int = 1) -> bool:
 def folded(source: str) -> list[str]:
     """Where control flow is folded into an expression: ``"line: what"``."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         what = ""
         if isinstance(node, ast.IfExp) and _has(node, ast.IfExp):
             what = "a condition inside a condition"
@@ -291,7 +292,7 @@ def told_by_texts(files: dict[str, str]) -> list[str]:
     """Where something is told by a part of a text that an object has for people, or as a key."""
     found = []
     for path, source in sorted(files.items()):
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             text: ast.AST | None = None
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 text = node.func.value if node.func.attr in CUTS else None

@@ -157,6 +157,7 @@ def test_a_side_goes_on_from_anothers_parameters():
 # A user's own model.
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 def test_a_program_is_measured_before_a_line_of_it_changes(train, capsys):
     # Where the machine is busy, nothing may be clearly faster than what there is.

@@ -233,7 +233,7 @@ def test_a_difference_is_seen():
 SLOW = pytest.mark.slow
 MARKS = [
     pytest.param("start 2 ranks", 0, marks=SLOW),
-    ("meet the other ranks", 1),
+    pytest.param("meet the other ranks", 1, marks=pytest.mark.further),
     pytest.param("step 1 of 3 without symmplan", 1, marks=SLOW),
     ("step 1 of 3 with symmplan", 0),
     pytest.param("step 3 of 3 with symmplan", 1, marks=SLOW),

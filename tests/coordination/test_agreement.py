@@ -170,6 +170,7 @@ def test_different_backends_are_named(pool):
     assert outcomes[0].error.fields["failed_rank"] == 2
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("late", [False, True])
 def test_a_missing_rank_is_named(pool, late):
     outcomes = pool.outcomes(only_some, [1], late, timeout=30)

@@ -16,7 +16,7 @@ from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan
 from symmplan.testing import conflicts, heaviest_set, lowest_peak, unsynchronised
 
-MANY = settings(max_examples=int(os.environ.get("SYMMPLAN_EXAMPLES", "300")), deadline=None)
+MANY = settings(max_examples=int(os.environ.get("SYMMPLAN_EXAMPLES", "180")), deadline=None)
 SOME = settings(max_examples=80, deadline=None)
 
 
@@ -214,6 +214,7 @@ def test_optimal_is_optimal_with_alignments(problem):
     assert made.lower_bound_bytes <= lowest == made.peak_bytes
 
 
+@pytest.mark.further
 @SOME
 @given(problems(groups=("g",), remote=False, pins=False, max_buffers=5))
 def test_optimal_is_optimal_beside_persistent_buffers(problem):

@@ -68,7 +68,7 @@ def test_search_is_right_on_intervals(problem, data):
     decide(problem, data)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problems(groups=("g",), remote=False, constraints=False, pins=False, max_bytes=6), st.data())
 def test_search_is_right_on_partial_orders_with_alignments(problem, data):
     decide(problem, data)

@@ -142,6 +142,7 @@ def test_a_plan_is_one_line(problem, left):
     assert len(repr(plan)) < 120
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     "logs", ["symmplan", *(pytest.param(x, marks=pytest.mark.further) for x in ("", "+symmplan"))]
 )

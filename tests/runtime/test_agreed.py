@@ -13,6 +13,7 @@ import builtins
 from pathlib import Path
 
 import pytest
+from paths import parsed
 
 import symmplan
 
@@ -128,7 +129,7 @@ def functions(sources):
     """``{name: [function, ...]}`` of all files; a method goes by its own name."""
     found = {}
     for text in sources:
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             if isinstance(node, ast.FunctionDef):
                 found.setdefault(node.name, []).append(node)
     return found

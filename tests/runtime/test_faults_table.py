@@ -67,7 +67,6 @@ FEW = {
     ("order", "planned", "FSDP2"),
     ("raises", "agreeing", "experts"),
     ("killed", "planned", "FSDP2"),
-    ("stopped", "planned", "experts"),
     ("no memory", "agreeing", "FSDP2"),
     ("no backend", "planned", "eager"),
 }

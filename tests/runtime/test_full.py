@@ -15,9 +15,11 @@ two = pool_of(2, timeout=600)
     ("name", "choose", "every"),
     [
         ("FSDP2", "measure", False),
-        ("mixed", "push", False),
         ("widening", "shared push", False),
-        ("session", "measure", False),
+        *(
+            pytest.param(name, choose, False, marks=pytest.mark.further)
+            for name, choose in (("mixed", "push"), ("session", "measure"))
+        ),
         ("experts", "measure", False),
         *(
             pytest.param(name, choose, True, marks=pytest.mark.further)

@@ -152,6 +152,7 @@ def _alike(text: str) -> list[str]:
     return re.sub(r"\d+", "N", text).splitlines()
 
 
+@pytest.mark.further
 def test_the_code_of_the_page_runs_and_prints_what_it_says(tmp_path):
     page = (ROOT / "docs" / "how-to" / "declaring-an-op.md").read_text(encoding="utf-8")
     script = tmp_path / "page.py"

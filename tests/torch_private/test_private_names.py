@@ -8,7 +8,7 @@ import re
 import sys
 
 import pytest
-from paths import TESTS
+from paths import TESTS, parsed
 from test_package import _imports as imports
 from test_package import _sources as sources
 
@@ -23,7 +23,7 @@ def private_names(files: dict[str, str]) -> list[str]:
             continue
         alias = aliases(source)
         names = [name for name, _, _ in imports(source, "symmplan")]
-        tree = ast.walk(ast.parse(source))
+        tree = ast.walk(parsed(source))
         names += [named(node, alias) for node in tree if isinstance(node, ast.Attribute)]
         for name in dict.fromkeys(names):
             private = re.fullmatch(r"torch(\.\w+)*?\._[A-Za-z]\w*(\.\w+)*", name)
@@ -35,7 +35,7 @@ def private_names(files: dict[str, str]) -> list[str]:
 def aliases(source: str) -> dict[str, str]:
     """``{name in a file: what was imported}``."""
     alias = {}
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             alias.update((n.asname or n.name, n.name) for n in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -56,7 +56,7 @@ def patches(files: dict[str, str]) -> list[str]:
         if path.startswith("torch_private/"):
             continue
         alias = aliases(source)
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             name = ""
             if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
                 name = named(node, alias)
@@ -77,7 +77,7 @@ def unlisted(files: dict[str, str]) -> list[str]:
     for path, source in sorted(files.items()):
         if not path.startswith("torch_private/") or "/table/" in path:
             continue
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             names = []
             if isinstance(node, ast.Attribute):
                 names = [node.attr]
@@ -105,7 +105,7 @@ def taken_elsewhere(files: dict[str, str]) -> list[str]:
         if path.startswith("torch_private/"):
             continue
         taken = told - own_names(source)
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
             if isinstance(name, str) and name in taken:
                 found.append(f"{path}:{node.lineno}: {name}")
@@ -115,7 +115,7 @@ def taken_elsewhere(files: dict[str, str]) -> list[str]:
 def own_names(source: str) -> set[str]:
     """Private names that a file gives to its own functions, classes and attributes."""
     own = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             own.add(node.name)
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
@@ -193,7 +193,7 @@ def test_the_check_of_private_names_can_fail(source):
 
 def missing_names(source: str) -> list[str]:
     """What a file of tests uses of other files of tests, and is not there."""
-    tree = list(ast.walk(ast.parse(source)))
+    tree = list(ast.walk(parsed(source)))
     tests = {path.stem for path in TESTS.rglob("*.py")}
     modules = {
         name.asname or name.name: importlib.import_module(name.name)

@@ -64,7 +64,7 @@ def _check(pool, program, inner, repeat=3):
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(program=programs())
 def test_random_programs_op_by_op(pool, program):

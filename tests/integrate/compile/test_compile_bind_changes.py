@@ -188,6 +188,7 @@ def _named(rank, size):
         backend.release()
 
 
+@pytest.mark.further
 def test_a_replaced_parameter_is_named_until_it_has_moved_in(pool):
     first, second = pool.run(_named)
     assert first == second

@@ -79,6 +79,7 @@ def _by_group(rank, world):
     return _train(rank, world, 0, "eager", "pipelined", collectives="process group")
 
 
+@pytest.mark.further
 def test_parts_of_the_process_group_are_waited_for(pair):
     """Gathers stay asynchronous there, beside the products of a rank's own rows."""
     first, other = pair.run(_by_group)

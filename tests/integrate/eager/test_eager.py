@@ -157,7 +157,7 @@ _SEEN = Program((2,), (("relu", 0), ("view", 1), ("bump", 1, 0)), (2,))
 @example(_UPDATED)
 @example(_SEEN)
 @given(programs())
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_random_straight_lines_plan_as_fx_does(pool, program):
     first, second = pool.run(_same_program, program, 3)
     assert first == second
