@@ -31,7 +31,7 @@ def _name(path):
     return path.relative_to(ROOT).as_posix()
 
 
-# README's by default; CI runs all of them.
+@pytest.mark.further  # CI runs all of them, beside the rest
 @pytest.mark.parametrize(
     "path", [p for p in PAGES if _code(p) and p.name not in ELSEWHERE], ids=_name
 )

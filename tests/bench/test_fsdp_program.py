@@ -252,6 +252,7 @@ def test_looking_for_a_program_runs_none_of_it(tmp_path):
     check_program(f"{path}:build")
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "says"),

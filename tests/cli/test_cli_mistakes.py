@@ -244,6 +244,7 @@ def plans():
 """
 
 
+@pytest.mark.further
 def test_what_a_program_raises_has_no_traceback_of_ours(tmp_path, capsys):
     file = tmp_path / "failing_program.py"
     file.write_text(PROGRAM)

@@ -295,6 +295,7 @@ def test_a_rank_that_stops_does_not_hang_the_demo(tmp_path):
     assert "local ranks failed: " in told
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
 )

@@ -65,6 +65,7 @@ WHICH = {"alone", "symmplan", "resumed"}
 LOSSES = r"^(alone|symmplan|resumed) +([\d. ]+)(?:\| evaluated ([\d. ]+))?$"
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.ranks
 def test_a_trainer_prints_what_it_says(name, tmp_path):

@@ -319,6 +319,7 @@ def _port():
         return probe.getsockname()[1]
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 def test_a_doctor_of_a_group_says_what_its_steps_have_taken():
     with RankPool(2, init=None, timeout=120.0) as ranks:

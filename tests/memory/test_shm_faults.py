@@ -305,6 +305,7 @@ def test_a_rank_that_does_not_arrive(pool):
     assert error.fields["timeout"] == 1.0
 
 
+@pytest.mark.further
 def test_who_gives_up_tells_the_others():
     with RankPool(3) as pool:
         outcomes = pool.outcomes(gives_up_first)

@@ -43,7 +43,6 @@ def check(plan, advice):
 
 
 @pytest.mark.ranks
-@pytest.mark.all_cases
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_of_real_ranks_are_values(kind, two):
     mine, peers = two.run(made, Config(kind, 2, steps=2, widths=(1, 3, 2, 1)))

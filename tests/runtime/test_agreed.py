@@ -285,6 +285,7 @@ def test_the_tables_have_nothing_else():
     assert {n: of.keys() for n, of in LOCAL.items()} == {n: found.get(n) for n in LOCAL}
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("file", "line", "added", "name"),
     [

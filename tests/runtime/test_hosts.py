@@ -142,6 +142,7 @@ def test_what_has_no_form_in_two_levels_is_ordinary_beside_what_has(pool):
         assert ONE_HOST in reasons
 
 
+@pytest.mark.further
 @MANY
 @for_all(data=st.data())
 def test_random_eager_programs(four, data):

@@ -91,6 +91,7 @@ _SHOWN_BY = {
 }
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_seen(groups, fault):
     algorithm, changes = FAULTS[fault]

@@ -29,7 +29,6 @@ def total(rank, world, base):
     return part.item(), os.environ["MINE"], torch.get_num_threads()
 
 
-@pytest.mark.all_cases
 @pytest.mark.parametrize("method", METHODS)
 def test_ranks_meet_and_return_their_values(method):
     found = run_ranks(total, 2, 5, method=method, threads=2, env={"MINE": "yes"}, timeout=120.0)
@@ -68,6 +67,7 @@ def stuck(rank, world, late):
     return rank
 
 
+@pytest.mark.further
 def test_the_stacks_of_a_rank_that_is_late_are_told():
     with RankPool(2, timeout=2.0) as pool:
         done, late = pool.outcomes(stuck, 1)

@@ -104,5 +104,6 @@ def _in_two_groups(rank, size):
             dist.destroy_process_group(pair)
 
 
+@pytest.mark.further
 def test_who_is_told_in_one_group_counts_alike_in_the_others(three):
     three.run(_in_two_groups)

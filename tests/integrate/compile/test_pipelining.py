@@ -67,6 +67,7 @@ def _without_room(rank, world, inner):
     return _train(rank, world, 0, inner, "pipelined", capacity=0)
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_parts_without_room_run_in_torchs_own_way(pair, inner):
     """What has no placement is torch's all-to-all, which moves the same."""

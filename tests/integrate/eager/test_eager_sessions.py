@@ -215,6 +215,7 @@ def remains(rank, world, how):
 # Parent side.
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("how", "who", "when"),
     [
@@ -322,7 +323,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.all_cases
+@pytest.mark.further
 @pytest.mark.parametrize("script", [_IMPORTS, _LEAVES], ids=["imports", "sessions"])
 def test_nothing_holds_the_default_group_when_the_interpreter_ends(script):
     """Its threads would run meanwhile, and abort the process now and then."""

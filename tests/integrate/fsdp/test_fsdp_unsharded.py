@@ -154,6 +154,7 @@ def test_fewer_need_fewer_bytes_and_all_compute_the_same(two, ahead, algorithm):
     assert bytes_of[1] == bytes_of[2] < bytes_of[3] < bytes_of[5]
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 def test_lists_may_become_longer_where_there_is_room(two):
     for live, replans in ((None, 1), (5, 0)):
