@@ -203,7 +203,13 @@ def _glued(space, target, style):
         yield blocks.spread(np.arange(len(blocks.size)), len(space))
 
 
-@pytest.mark.parametrize("name", INSTANCES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if number % 3 == 0 else pytest.param(name, marks=pytest.mark.further)
+        for number, name in enumerate(INSTANCES)
+    ],
+)
 def test_packers_make_what_they_made(name):
     assert made_of(INSTANCES[name]()) == json.loads(FILE.read_text(encoding="utf-8"))[name]
 

@@ -232,7 +232,6 @@ def test_fsdp_without_memory_on_one_rank_runs_as_ever(
 
 
 @pytest.mark.ranks
-@pytest.mark.all_cases
 @pytest.mark.parametrize("program", [programs.eager, programs.compiled])
 def test_sessions_and_graphs_keep_to_the_least_budget(two, program):
     wanted = two.run(program, [None])[0]
@@ -301,7 +300,7 @@ def _second_group(rank, size):
     ("name", "seeds"),
     [
         ("fsdp", range(4, 8)),
-        ("eager", range(4, 8)),
+        pytest.param("eager", range(4, 8), marks=pytest.mark.further),
         *(
             pytest.param(name, seeds, marks=mark, id=f"{name}-{len(seeds)}")
             for name in ("fsdp", "eager", "compiled", "overlapped")

@@ -14,11 +14,10 @@ two = pool_of(2, timeout=600)
 @pytest.mark.parametrize(
     ("name", "choose", "every"),
     [
-        ("FSDP2", "measure", False),
         ("widening", "shared push", False),
         *(
             pytest.param(name, choose, False, marks=pytest.mark.further)
-            for name, choose in (("mixed", "push"), ("session", "measure"))
+            for name, choose in (("FSDP2", "measure"), ("mixed", "push"), ("session", "measure"))
         ),
         ("experts", "measure", False),
         *(

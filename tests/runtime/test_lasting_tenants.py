@@ -90,6 +90,7 @@ def _sharded(rank, size, fails):
     return wrong, seen, crossing, kept, users_of()
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_graphs_save_lies_in_the_segment_of_fsdp2(two, fails):
     for wrong, seen, crossing, kept, left in two.run(_sharded, fails):

@@ -329,7 +329,6 @@ def _pinned(rank, size, holds):
     return wrong, seen, len({*addresses}), kept, missed, users_of()
 
 
-@pytest.mark.all_cases
 @pytest.mark.parametrize("holds", [False, True])
 def test_pinned_inputs_move_with_the_segment_unless_somebody_looks(two, holds):
     results = two.run(_pinned, holds)

@@ -252,6 +252,7 @@ def test_what_is_saved_for_a_backward_stays_apart(four):
         assert sorted(users for *_, users in found["held"]) == [("FSDP2",), ("compiled graphs",)]
 
 
+@pytest.mark.further
 def test_graphs_that_run_otherwise_on_other_ranks_change_no_plan(four):
     """As where each tensor-parallel group has measured what is fastest for it."""
     results = four.run(_trained, 2, 2, ["step"] * 3, False, ("placed", "ordinary"))
@@ -295,6 +296,7 @@ def _two_backends(rank, size, late):
     return held, planned, len(symmplan.segments())
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("late", [(0, 0), (0, 1), (1, 2), (3, 3)])
 def test_backends_that_are_tenants_in_one_segment_count_apart(four, late):
     for held, planned, left in four.run(_two_backends, late):

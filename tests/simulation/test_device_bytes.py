@@ -76,7 +76,7 @@ def trained(layers, tokens, reduce, replicas):
 
 @pytest.mark.parametrize("reduce", [None, torch.float32])
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("tokens", [1024, 4096])
+@pytest.mark.parametrize("tokens", [1024, pytest.param(4096, marks=pytest.mark.further)])
 def test_a_device_has_no_more_with_pushes_than_without(tokens, replicas, reduce):
     """Where activations count: gathers and slots have bytes that FSDP2 would have."""
     run = functools.partial(trained, 3, tokens, reduce, replicas)
@@ -98,6 +98,7 @@ def test_a_device_has_no_more_with_pushes_than_without(tokens, replicas, reduce)
         assert max(n for text, n in advice.items() if "as ordinary instead of copy" in text) > 0
 
 
+@pytest.mark.further
 @settings(max_examples=5, suppress_health_check=list(HealthCheck), deadline=None)
 @given(configs(), st.sampled_from((512, 700, 1024)))
 def test_a_device_never_has_more_than_without(config, dim):
@@ -144,6 +145,7 @@ def staged(tokens, stages):
     x.float().sum().backward()
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("tokens", [4, 512, 2048])
 @pytest.mark.parametrize("stages", [2, 3])
 def test_several_models_together_keep_to_what_the_program_had(tokens, stages):

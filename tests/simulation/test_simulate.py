@@ -150,6 +150,7 @@ def large_root(capacity=None):
         model(torch.zeros(1, 128, dtype=torch.long)).sum().backward()
 
 
+@pytest.mark.further
 def test_the_root_of_405b_is_demoted_on_a_budget():
     def simulated_in(capacity):
         program = functools.partial(large_root, capacity)
@@ -283,6 +284,7 @@ def test_whole_tensors_of_which_dtensor_asks_the_shape_take_nothing():
     assert found.activations < 64 * found.parameters  # of all layers
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("convert", "share"),
     [

@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 import symmplan
 
+MEMORIES = ["nccl", pytest.param("shm", marks=pytest.mark.further)]
+
 
 def _compiled(backward):
     """A graph whose collectives run in placements, three times."""
@@ -28,7 +30,7 @@ def _compiled(backward):
             found.sum().backward()
 
 
-@pytest.mark.parametrize("memory", ["nccl", "shm"])
+@pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("backward", [False, True])
 def test_collectives_of_a_compiled_graph_may_be_placed(memory, backward):
     torch._dynamo.reset()
@@ -68,7 +70,7 @@ def _saving():
         compiled(torch.randn(16, 32), shard).backward()
 
 
-@pytest.mark.parametrize("memory", ["nccl", "shm"])
+@pytest.mark.parametrize("memory", MEMORIES)
 def test_what_is_gathered_may_be_saved_for_backward(memory):
     torch._dynamo.reset()
     (plan,) = symmplan.simulate(_saving, ranks=4, memory=memory).plans
@@ -93,7 +95,7 @@ def _pinning():
     assert (backend.stats.missed, backend.staged()) == (0, ())
 
 
-@pytest.mark.parametrize("memory", ["nccl", "shm"])
+@pytest.mark.parametrize("memory", MEMORIES)
 def test_pinned_inputs_have_no_addresses_to_look_at(memory):
     torch._dynamo.reset()
     plans = symmplan.simulate(_pinning, ranks=4, memory=memory).plans
@@ -117,7 +119,7 @@ def _pipelined(choose):
             compiled(torch.randn(16, 32), torch.randn(32, 32))
 
 
-@pytest.mark.parametrize("memory", ["nccl", "shm"])
+@pytest.mark.parametrize("memory", MEMORIES)
 def test_a_pipeline_is_simulated_with_its_shifts(memory):
     """Without a measurement nothing is pipelined unless that is asked for."""
     shifts = []

@@ -18,6 +18,7 @@ def groups():
         yield names
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_rewritten_graphs_are_right(groups, algorithm):
     counts = count_graphs(40, algorithm, groups, barriers=False)

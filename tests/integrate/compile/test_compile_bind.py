@@ -198,6 +198,7 @@ def _shared_by_graphs(rank, size):
         backend.release()
 
 
+@pytest.mark.further
 def test_graphs_share_the_placements_of_their_parameters(pool):
     first, second = pool.run(_shared_by_graphs)
     assert first == second

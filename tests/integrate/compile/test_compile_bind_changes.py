@@ -102,6 +102,7 @@ def _random(rank, size, program, plan_of_actions, inner):
         backend.release()
 
 
+@pytest.mark.further
 @settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

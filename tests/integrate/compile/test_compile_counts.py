@@ -45,6 +45,7 @@ def _goes_on(rank, size, late):
         backend.release()
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("late", [(1,), (0, 2)])
 def test_ranks_that_go_on_after_the_error_count_alike(three, late):
     three.run(_goes_on, late)

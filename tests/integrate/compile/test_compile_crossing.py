@@ -281,6 +281,7 @@ def _broken(rank, world_size, inner):
         backend.release()
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_graph_breaks_evacuate_nothing(pool, inner):
     first, second = pool.run(_broken, inner)
@@ -337,6 +338,7 @@ def _recompiled(rank, world_size):
         backend.release()
 
 
+@pytest.mark.further
 def test_recompilations_share(pool):
     (sizes, stats), other = pool.run(_recompiled)
     assert (sizes, stats) == other
@@ -357,6 +359,7 @@ def _dynamic(rank, world_size):
         backend.release()
 
 
+@pytest.mark.further
 def test_dynamic_shapes_cross(pool):
     first, second = pool.run(_dynamic)
     assert first == second

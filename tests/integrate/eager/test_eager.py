@@ -163,6 +163,7 @@ def test_random_straight_lines_plan_as_fx_does(pool, program):
     assert first == second
 
 
+@pytest.mark.further
 @given(programs())
 @settings(max_examples=15)
 def test_random_programs_that_hold_their_values(pool, program):

@@ -49,7 +49,7 @@ _COPIED = Program((2, 2), (*_STEPS, ("relu", 0)), (0, 1, 7))
 @example(_PUSHED)
 @example(_COPIED)
 @given(programs())
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_random_programs(pool, program):
     first, second = pool.run(_held, program)
     assert first == second

@@ -260,6 +260,7 @@ def _other_words(rank, world_size, c10d):
     return True
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("c10d", [False, True])
 def test_other_words_are_found(pool, c10d):
     assert pool.run(_other_words, c10d) == [True, True]

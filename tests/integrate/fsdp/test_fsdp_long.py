@@ -57,6 +57,7 @@ def errors(rank, world, algorithm, dtype):
     return found
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("algorithm", ["push", "placed", "copy engine"])
 def test_sums_of_two_ranks_have_the_same_bits(algorithm):
     with RankPool(2) as pool:

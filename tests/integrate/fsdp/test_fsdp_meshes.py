@@ -103,6 +103,7 @@ def other_groups(rank, world):
     return both(lambda: shard(Net(), reshard_after_forward=2), program, rank, close=1e-5)
 
 
+@pytest.mark.further
 def test_a_module_that_changes_its_group_is_plain_once_and_then_planned(four):
     results = four.run(other_groups)
     stats = check(results, plain=4, replans=1, rendezvous=None, divergences=None)
@@ -137,6 +138,7 @@ def groups_of_their_own(rank, world, changes):
     return both(build, changing(change, steps=8), rank, close=1e-5)
 
 
+@pytest.mark.further
 @needs("ShardPlacementResult", _fsdp_common)
 @pytest.mark.parametrize("changes", [False, True])
 def test_modules_with_several_parameter_groups(four, changes):

@@ -133,6 +133,7 @@ def two():
         yield pool
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 @pytest.mark.parametrize("ahead", [2, 0, 1])
 @pytest.mark.parametrize("algorithm", ["placed", "push"])

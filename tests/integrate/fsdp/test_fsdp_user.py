@@ -74,6 +74,7 @@ def compiled(rank, world, what, when, backend):
     return both(build, program, rank)
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("when", ["before sharding", "before", "after", "planned"])
 @pytest.mark.parametrize("what", ["in place", "model"])
 def test_compiled_modules(two, what, when):

@@ -137,6 +137,7 @@ def kept_unsharded(rank, world):
     return both(lambda: shard(Net(blocks=4)), changing(change), rank)
 
 
+@pytest.mark.further
 def test_parameters_that_are_needed_at_once_make_room(two):
     for result in same(two.run(kept_unsharded), replans=1):
         assert result["stats"]["flat"] == ()
