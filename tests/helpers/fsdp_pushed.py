@@ -140,5 +140,7 @@ def drawn_pushed(seed, ranks=None):
         capacity=draw.often(None, 4096, 12_000, 24_000, share=0.8),
         apart=draw.flag(0.2),
         in_backward=in_backward,
+        # What stays unsharded has the values of its gather, as with reshard_after_forward=False.
+        unsharded_modules=None if in_backward else program.unsharded_modules,
         hybrid=program.ranks == 4 and draw.flag(0.4),
     )
