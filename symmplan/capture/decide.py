@@ -96,8 +96,8 @@ class Decider:
     escaping: set[Value]  # representatives of the storages that leave the graph
     waits: dict[fx.Node, dict[Path, fx.Node]]  # of asynchronous nodes, by path of the result
     producer: Callable[[fx.Node], Write | None]
-    skip: Callable[[OpSpec, Requirement], str | None]
-    anywhere: Callable[[OpSpec, Requirement], bool]
+    skip: Callable[[OpSpec, str, Requirement], str | None]
+    anywhere: Callable[[OpSpec, str, Requirement], bool]
     refused: Mapping[fx.Node, str]
     slower: Collection[fx.Node]
     device: torch.device | None
@@ -158,7 +158,7 @@ class Decider:
         nbytes = bound(self.values.tensors[site.value].untyped_storage().nbytes())
         name = f"{self.prefix}{site.value[0].name}"
         slower = site.node in self.slower
-        needed = not (slower or self.anywhere(spec, site.requirement))
+        needed = not (slower or self.anywhere(spec, self.groups[site.node], site.requirement))
         about = (name, spec.op, site.where, reason, nbytes)
         self.unplanned.append(Unplanned(*about, needed=needed))
         self.sites.append(evolve(site, reason=reason))
@@ -168,7 +168,8 @@ class Decider:
 
     def _unplaceable(self, site: Site) -> str | None:
         """Why no tensor like this can be placed, or None."""
-        reason = self.refused.get(site.node) or self.skip(self.specs[site.node], site.requirement)
+        about = self.specs[site.node], self.groups[site.node], site.requirement
+        reason = self.refused.get(site.node) or self.skip(*about)
         if reason is not None:
             return reason
         if site.node in self.waits and not self.waits[site.node]:

@@ -57,10 +57,10 @@ def capture_fx(
     example_inputs: Sequence[Any] | None = None,
     *,
     prefix: str = "",
-    lookup: Callable[[Any], OpSpec | None] = spec_for,
+    as_run: Callable[[OpSpec, str], OpSpec] = lambda spec, _group: spec,
     producer: Callable[[fx.Node], Write | None] = writes_inductor,
-    skip: Callable[[OpSpec, Requirement], str | None] = lambda _spec, _requirement: None,
-    anywhere: Callable[[OpSpec, Requirement], bool] = lambda _spec, _requirement: False,
+    skip: Callable[[OpSpec, str, Requirement], str | None] = lambda *_: None,
+    anywhere: Callable[[OpSpec, str, Requirement], bool] = lambda *_: False,
     refused: Mapping[fx.Node, str] | None = None,
     slower: Collection[fx.Node] = (),
     device: torch.device | None = None,
@@ -75,9 +75,9 @@ def capture_fx(
         program: An ``fx.Graph``, a ``GraphModule`` or an ``ExportedProgram``.
         example_inputs: Inputs to propagate (on fake tensors) where nodes carry no sizes.
         prefix: Put before the names of operations and buffers.
-        lookup: Gives what is declared of an op, or None.
+        as_run: Gives a declaration as it holds for how the op runs over a group, by its name.
         producer: Says how a node can write into memory it is given, or None.
-        skip: Gives the reason why a requirement is not to be met, or None to meet it.
+        skip: Gives the reason why a requirement is not to be met over a group, or None to meet it.
         anywhere: Says whether a tensor may lie anywhere, so that nothing is lost without it.
         refused: ``{node: why its tensors are to be left out}``.
         slower: Those of them that lose nothing by it.
@@ -99,17 +99,18 @@ def capture_fx(
     specs = {}
     for node in graph.nodes:
         op = called(node)
-        spec = None if op is None else lookup(op)
+        spec = None if op is None else spec_for(op)
         if spec is not None:
             specs[node] = spec
     fakes = example_values(graph, module, example_inputs)
     for node, spec in specs.items():
         _require_values(node, spec, fakes)
+    groups, nowhere = _groups(specs, default_group)
+    specs = {node: as_run(spec, groups[node]) for node, spec in specs.items()}
     values = Values.of(graph, fakes)
     lying = _given(values, given or {})
     ends = [n for n in graph.nodes if is_wait(n)]
     waits = {n: _waits_of(n, values, ends) for n, s in specs.items() if s.asynchronous}
-    groups, nowhere = _groups(specs, default_group)
     undecided = [site for n, spec in specs.items() for site in sites_of(n, spec, values)]
     shunned: frozenset[Value] = frozenset()
     while True:
@@ -135,9 +136,9 @@ def capture_fx(
             break
         shunned |= more
     decider.unplanned += (  # what is declared of ops that are no nodes of the graph itself
-        Unplanned(f"{prefix}{node.name}", hidden.op, r.where, skip(hidden, r) or why)
+        Unplanned(f"{prefix}{node.name}", hidden.op, r.where, skip(hidden, "", r) or why)
         for node, overload, why in hidden_calls(graph, module)
-        if (hidden := lookup(overload)) is not None
+        if (hidden := spec_for(overload)) is not None
         for r in hidden.requirements
     )
     decider.unplanned += (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from symmplan.coordination.agreement import agree
 from symmplan.errors import NotSymmetricError
-from symmplan.memory import ops as ops  # registers torch.ops.symmplan.*
+from symmplan.memory import library as library  # registers torch.ops.symmplan.*
 from symmplan.memory.arena import DEFAULT_TIMEOUT, Arena, realize
 from symmplan.memory.backends import BACKENDS, Backend, resolve_backend
 from symmplan.memory.health import Health

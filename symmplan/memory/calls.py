@@ -18,7 +18,7 @@ from symmplan.process import PROCESS
 from symmplan.torch_private import autograd
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -38,11 +38,14 @@ OPS = (
     "all_gather_parts_",
     "shift_out",
 )
-#: Those that run over several hosts, too; see `symmplan.memory.two_levels`.
-TWO_LEVELS = frozenset(
-    f"symmplan::{op}"
-    for op in ("all_gather_out", "all_gather_parts_", "reduce_scatter_out", "all_reduce_out")
-)
+#: Those that run over several hosts, too, see `symmplan.memory.two_levels`; and what starts them on
+#: a stream of its own, see `symmplan.memory.started`.
+TWO_LEVELS: Mapping[str, str] = {
+    "symmplan::all_gather_out": "symmplan::all_gather_start",
+    "symmplan::all_gather_parts_": "",
+    "symmplan::reduce_scatter_out": "symmplan::reduce_scatter_start",
+    "symmplan::all_reduce_out": "symmplan::all_reduce_start",
+}
 _FORMAT = struct.Struct("<7q")
 _REFUSED_CODE = -1
 

@@ -47,20 +47,31 @@ from symmplan.errors import RunError
 from symmplan.memory.calls import OpCall, parts_of
 from symmplan.memory.kernels import as_bytes, copy_bytes, plain, reduce_into
 from symmplan.memory.segment import locate
-from symmplan.memory.shift import shift, shift_out
 from symmplan.memory.two_levels import gather_parts, reduce_parts, reduce_shares
-from symmplan.torch_private import c10d, works
+from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["IMPLEMENTATIONS", "ONE_SHOT_BYTES"]
+__all__ = [
+    "ONE_SHOT_BYTES",
+    "Run",
+    "all_gather_out",
+    "all_gather_parts_",
+    "all_reduce_out",
+    "all_to_all_single_into",
+    "all_to_all_single_out",
+    "barrier_",
+    "broadcast_out",
+    "reduce_scatter_out",
+]
 
 #: Up to this many bytes an all-reduce lets every rank read all inputs; above, each reduces a part.
 ONE_SHOT_BYTES = 16 * 1024
 
-#: What makes a call. If one of its tensors may be any, it takes others like that.
-Run: TypeAlias = "Callable[..., None]"
+#: What makes a call, and returns a work if that is not over then. If one of its tensors may be any,
+#: it takes others like that.
+Run: TypeAlias = "Callable[..., Any]"
 
 
 def all_gather_out(
@@ -349,16 +360,7 @@ def all_to_all_single_into(
             fix="use torch.ops._c10d_functional.all_to_all_single",
             op="symmplan::all_to_all_single_into",
         )
-    register, group = works.register_work(), c10d.group_by_name(group_name)
-
-    def run() -> None:
-        work = c10d.start_all_to_all(out, input, group)
-        if register is None:
-            work.wait()
-        else:
-            register(out, work)
-
-    return run
+    return functools.partial(c10d.start_all_to_all, out, input, c10d.group_by_name(group_name))
 
 
 def _rows(tensor: torch.Tensor) -> int:
@@ -387,63 +389,3 @@ def _splits(call: OpCall, tensor: torch.Tensor, sizes: Sequence[int], where: str
             fix="pass one size for each rank",
         )
     return [int(size) for size in sizes]
-
-
-_LIBRARY: Any = torch.library.Library("symmplan", "FRAGMENT")
-_SPLITS = "SymInt[] output_split_sizes, SymInt[] input_split_sizes"
-_SCHEMAS: dict[Callable[..., Run], str] = {
-    all_gather_out: "Tensor input, int group_size, str group_name, *, Tensor(a!) out",
-    reduce_scatter_out: "Tensor input, str reduce_op, int group_size, str group_name, *, "
-    "Tensor(a!) out",
-    all_reduce_out: "Tensor input, str reduce_op, str group_name, *, Tensor(a!) out",
-    all_to_all_single_out: f"Tensor input, {_SPLITS}, str group_name, *, Tensor(a!) out",
-    broadcast_out: "Tensor input, int src, str group_name, *, Tensor(a!) out",
-    all_gather_parts_: "Tensor(a!) whole, int[] offsets, int[] nbytes, int group_size, "
-    "str group_name",
-    barrier_: "Tensor(a!) segment, str group_name",
-    shift_out: "Tensor input, int distance, int group_size, str group_name, *, Tensor(a!) out",
-    all_to_all_single_into: f"Tensor input, {_SPLITS}, str group_name, *, Tensor(a!) out",
-}
-
-#: ``{qualified name: function}`` of these ops, for whoever need not ask the dispatcher. Each checks
-#: a call and returns what makes it, as often as wanted.
-IMPLEMENTATIONS = {f"symmplan::{op.__name__}": op for op in _SCHEMAS}
-
-
-def _fake(*args: object, **kwargs: object) -> None:
-    """They change ``out`` in place and return nothing: no shape to compute."""
-
-
-def _made(implementation: Callable[..., Run]) -> Callable[..., None]:
-    """An op's kernel."""
-    return lambda *args, **kwargs: implementation(*args, **kwargs)()
-
-
-def _register() -> None:
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-    for implementation, arguments in _SCHEMAS.items():
-        name = implementation.__name__
-        _LIBRARY.define(f"{name}({arguments}) -> ()", tags=tags)
-        _LIBRARY.impl(name, _made(implementation), "CompositeExplicitAutograd")
-        # No formula and no warning about it: whoever differentiates does so above these ops.
-        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        torch.library.register_fake(f"symmplan::{name}", _fake, lib=_LIBRARY)
-
-
-def _register_shift() -> None:
-    """The one that makes its result: see `symmplan.memory.shift`."""
-    _LIBRARY.define(
-        "shift(Tensor input, int distance, int group_size, str group_name) -> Tensor",
-        tags=(torch.Tag.pt2_compliant_tag,),
-    )
-    _LIBRARY.impl("shift", shift, "CompositeExplicitAutograd")
-    torch.library.register_fake("symmplan::shift", _like, lib=_LIBRARY)
-
-
-def _like(input: torch.Tensor, *_: object) -> torch.Tensor:
-    """A result of the input's shape."""
-    return torch.empty_like(input, memory_format=torch.contiguous_format)
-
-
-_register()
-_register_shift()

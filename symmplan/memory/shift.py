@@ -23,8 +23,8 @@ import torch
 
 from symmplan.memory.calls import OpCall
 from symmplan.memory.kernels import copy_bytes, plain
-from symmplan.memory.streams import current_stream, on_stream
-from symmplan.torch_private import c10d, works
+from symmplan.memory.streams import beside
+from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +61,7 @@ def splits(
 
 def shift_out(
     input: torch.Tensor, distance: int, group_size: int, group_name: str, *, out: torch.Tensor
-) -> Callable[..., None]:
+) -> Callable[..., Any]:
     """The same into ``out``, which is symmetric; on devices see [Note: shifts on devices]."""
     call = OpCall("shift_out", out, "out", group_name)
     call.check_group_size(group_size)
@@ -93,26 +93,15 @@ def shift_out(
     )
 
 
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of a device's shifts."""
-    return torch.cuda.Stream(device)
-
-
 def _beside(
     call: OpCall, body: Callable[[torch.Tensor], None], input: torch.Tensor, out: torch.Tensor
-) -> None:
-    """Queue a shift on a stream of its own; ``wait_tensor`` of ``out`` waits for it."""
+) -> Any:
+    """Queue a shift on a stream of its own; returns a work to wait for."""
     meeting: Any = call.segment.meeting(call.group_name)
-    here, stream = current_stream(out.device), _stream(out.device)
-    stream.wait_stream(here)
-    with on_stream(stream):
+
+    def run() -> None:
         meeting.barrier_beside()
         body(input)
         meeting.barrier_beside()
-        done = stream.record_event()
-    register = works.register_work()
-    if register is None:
-        done.wait(here)
-    else:
-        register(out, works.queued_work(done, input))
+
+    return beside(run, out.device, shift, input)

@@ -19,12 +19,14 @@ import torch
 
 from symmplan.errors import RunError
 from symmplan.process import PROCESS
+from symmplan.torch_private import works
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
 __all__ = [
     "Mark",
+    "beside",
     "capture_of",
     "current_stream",
     "mark",
@@ -159,3 +161,28 @@ def off_default_stream(device: torch.device) -> Iterator[None]:
             yield
     finally:
         current.wait_stream(side)
+
+
+def beside(
+    run: Callable[[], Any], device: torch.device, which: Hashable, *kept: torch.Tensor
+) -> Any:
+    """Queue work on a stream of its own, behind the current one; returns a work to wait for.
+
+    Args:
+        run: Queues it.
+        device: Where. On the CPU it is over when this returns, which is None.
+        which: Work of equal ``which`` has one stream.
+        kept: Tensors that it uses, which stay alive until somebody has waited.
+    """
+    if device.type != "cuda":
+        run()
+        return None
+    key = device, which
+    if key not in PROCESS.side_streams:
+        PROCESS.side_streams[key] = torch.cuda.Stream(device)
+    side = PROCESS.side_streams[key]
+    side.wait_stream(current_stream(device))
+    with on_stream(side):
+        run()
+        done = side.record_event()
+    return works.queued_work(done, *kept)

@@ -16,9 +16,9 @@ from torch import fx
 from symmplan.capture.graphs import at_path, overload_of
 from symmplan.memory import BACKENDS
 from symmplan.memory.calls import TWO_LEVELS
-from symmplan.memory.ops import IMPLEMENTATIONS
+from symmplan.memory.library import IMPLEMENTATIONS
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
-from symmplan.registry import bind_arguments, spec_for
+from symmplan.registry import bind_arguments
 from symmplan.registry.catalogue import collective_of, runs_on_groups
 
 if TYPE_CHECKING:
@@ -44,8 +44,9 @@ class Lowering:
             or its input (in-place ops).
         inplace: The target works in place: the input is copied into ``out`` first.
         each: The op takes lists; the target runs once for each element.
-        one_sided: The target is one of `symmplan.memory.ops`: it meets on entry, releases on exit
-            and is over when it returns. Otherwise it is a collective of the process group.
+        one_sided: The target is one of `symmplan.memory.ops`: it meets on entry and releases on
+            exit. Otherwise it is a collective of the process group.
+        started: Of a one-sided target: it is over when it is waited for, not when it returns.
         equal: It has parts for each rank, and takes them only if all are of one size.
         why_not: Reason given for the declared tensors that are not needed.
         engine: Which of the communicators for copy engines can run it, see
@@ -58,18 +59,24 @@ class Lowering:
     inplace: bool = False
     each: bool = False
     one_sided: bool = False
+    started: bool = False
     equal: bool = False
     why_not: str = ""
     engine: Literal["", "gather", "exchange"] = ""
 
     @property
+    def synchronous(self) -> bool:
+        """Whether it is over when it returns."""
+        return self.one_sided and not self.started
+
+    @property
     def two_levels(self) -> bool:
         """Whether it runs over several hosts, too; see `symmplan.memory.counterparts`."""
-        return self.target in TWO_LEVELS
+        return self.started or self.target in TWO_LEVELS
 
 
-_PUSHES = "the shm collective writes its peers' results, so this side may lie anywhere"
-_PULLS = "the shm collective reads its peers' inputs, so its result may lie anywhere"
+_PUSHES = "the collective writes its peers' results, so this side may lie anywhere"
+_PULLS = "the collective reads its peers' inputs, so its result may lie anywhere"
 _COPIED = "it is copied into the result's placement, where the op then works in place"
 
 _F = "_c10d_functional::"
@@ -90,7 +97,7 @@ def _group(target: str, needs: str, **more: Any) -> Lowering:
     return Lowering(f"{_F}{target}", tuple(needs.split()), **more)
 
 
-# Synchronous, handshake on entry, release on exit.
+# Synchronous, handshake on entry, release on exit. FSDP2 calls them on streams of its own.
 _SHM: Mapping[str, Lowering] = {
     **_functional(
         all_gather_into_tensor=_own("all_gather_out", "return", why_not=_PUSHES),
@@ -112,6 +119,13 @@ _SHM: Mapping[str, Lowering] = {
         broadcast_=_own("broadcast_out", "input", out="input"),
     ),
     "symmplan::shift.default": _own("shift_out", "return", why_not=_PUSHES),
+}
+
+#: On devices over several hosts: see `symmplan.memory.started`.
+_STARTED: Mapping[str, Lowering] = {
+    op: evolve(row, target=target, started=True)
+    for op, row in _SHM.items()
+    if (target := TWO_LEVELS.get(row.target))
 }
 
 _GATHER = "all_gather_into_tensor_out"
@@ -156,25 +170,33 @@ class Lowerings:
         memory: Name of the memory backend.
         collectives: The collectives that run: ``"auto"`` for the memory backend's own if it has
             any, ``"process group"`` for the process group's.
+        levels: The groups that are served in two levels.
     """
 
     memory: str
     collectives: Collectives = "auto"
+    levels: frozenset[str] = frozenset()
 
     @staticmethod
     def in_two_levels(op: str) -> Lowering:
-        """How an op runs over several hosts, in whatever memory."""
+        """How an op of FSDP2 runs over several hosts, in whatever memory."""
         return _SHM[op]
 
     @property
     def table(self) -> Mapping[str, Lowering]:
-        """The rows of this backend."""
+        """The rows of this backend, for groups that memory reaches."""
         own = BACKENDS[self.memory].collectives and self.collectives == "auto"
         return _SHM if own else _C10D
 
-    def row(self, spec: OpSpec) -> Lowering | None:
-        """How a declared op is to be run, or None to call it as it is."""
-        return self.table.get(spec.op)
+    @property
+    def over_hosts(self) -> Mapping[str, Lowering]:
+        """Its rows for groups in two levels."""
+        started = BACKENDS[self.memory].devices and self.collectives == "auto"
+        return {**self.table, **_STARTED} if started else self.table
+
+    def row(self, spec: OpSpec, group: str) -> Lowering | None:
+        """How a declared op is to be run over a group, or None to call it as it is."""
+        return (self.over_hosts if group in self.levels else self.table).get(spec.op)
 
     def producer(self, node: fx.Node, other: Callable[[fx.Node], Write | None]) -> Write | None:
         """How a node can write into given memory: by its row if it has one, else ask ``other``."""
@@ -186,32 +208,29 @@ class Lowerings:
             return other(node)
         return "declared"
 
-    def lookup(self, op: Any) -> OpSpec | None:
+    def as_run(self, spec: OpSpec, group: str) -> OpSpec:
         """The declaration of an op, as it holds for the algorithm by which the op runs."""
-        spec = spec_for(op)
-        if spec is None:
-            return None
-        row = self.row(spec)
+        row = self.row(spec, group)
         if row is None:
             return spec
-        if row.one_sided:
+        if row.synchronous:
             return evolve(spec, handshake=True, release=True, synchronizes=True, asynchronous=False)
         return evolve(spec, fills=(("inputs" if row.each else "input", "return"),) * row.inplace)
 
-    def skip(self, spec: OpSpec, requirement: Requirement) -> str | None:
+    def skip(self, spec: OpSpec, group: str, requirement: Requirement) -> str | None:
         """Why a requirement need not or cannot be met on this backend, or None to meet it."""
-        row = self.row(spec)
+        row = self.row(spec, group)
         if row is not None:
-            return row.why_not if self.anywhere(spec, requirement) else None
+            return row.why_not if self.anywhere(spec, group, requirement) else None
         if spec.origin == "catalogue" and runs_on_groups(spec.op):
             return _NO_ALGORITHM
         if spec.origin == "catalogue" and not BACKENDS[self.memory].devices:
             return f"the op needs device memory, and this program runs on {self.memory}"
         return None
 
-    def anywhere(self, spec: OpSpec, requirement: Requirement) -> bool:
+    def anywhere(self, spec: OpSpec, group: str, requirement: Requirement) -> bool:
         """Whether a tensor may lie anywhere, by the algorithm by which its op runs."""
-        row = self.row(spec)
+        row = self.row(spec, group)
         return row is not None and requirement.head not in row.needs
 
     def partly(self, captured: Captured) -> dict[fx.Node, str]:
@@ -224,7 +243,7 @@ class Lowerings:
         if BACKENDS[self.memory].whole_words:
             found = {n: SPLIT_WORDS for n in captured.specs if _splits_words(captured, n)}
         for node, spec in captured.specs.items():
-            row = self.row(spec)
+            row = self.row(spec, captured.groups[node])
             placed = any(s.buffer is not None for s in captured.at(node))
             if row is not None and row.equal and placed and _has_unequal_parts(node):
                 found[node] = _UNEQUAL

@@ -104,15 +104,16 @@ def algorithms_of(collective: str, memory: str) -> tuple[AlgorithmName, ...]:
         collective: In the words of the catalogue.
         memory: Name of the memory backend.
     """
-    rows = [r for op, r in Lowerings(memory).table.items() if collective_of(op) == collective]
+    lowerings = Lowerings(memory)
+    rows = [r for op, r in lowerings.table.items() if collective_of(op) == collective]
+    apart = [r for op, r in lowerings.over_hosts.items() if collective_of(op) == collective]
     kind, algorithms = BACKENDS[memory], ["ordinary"]
     algorithms += ["symmetric"] if rows else []
     if kind.engines and (any(r.engine for r in rows) or collective == "reduce-scatter"):
         algorithms.append("copy engine")
     if collective == "reduce-scatter" and (kind.devices or kind.collectives):
         algorithms.append("push")
-    fsdp = kind.devices and collective in ("all-gather", "reduce-scatter")
-    if kind.levels and (fsdp or any(row.two_levels for row in rows)):
+    if kind.levels and any(row.two_levels for row in apart):
         algorithms.append("two-level")
     return tuple(algorithms)  # type: ignore[arg-type]
 
@@ -150,8 +151,6 @@ def verdicts(topology: Topology, memory: str) -> list[Support]:
         if levels:
             algorithms = [name for name in algorithms if name in ("ordinary", "two-level")]
             why = [ONE_HOST] if len(algorithms) == 1 else []
-            if BACKENDS[memory].devices and not why:
-                why = ["two levels are FSDP2's"]
         elif "two-level" in algorithms:
             algorithms.remove("two-level")
         if memory == "nccl" and (reason := abilities.why_not(topology.nccl)):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 from symmplan.capture.steps import plan_poison
 from symmplan.coordination.groups import resolve_groups
@@ -64,6 +64,12 @@ class Fitting:
         return self._captured(self._refused)
 
     @property
+    def _calls(self) -> dict[fx.Node, str]:
+        """The calls with a tensor in a placement, if every possible one is, and their groups."""
+        found = (s.node for s in self.whole.sites if s.buffer is not None)
+        return {node: self.whole.groups[node] for node in found}
+
+    @property
     def placed(self) -> list[fx.Node]:
         """The calls with a placed tensor, before the budget."""
         left = self._left_out
@@ -90,12 +96,15 @@ class Fitting:
         """
         if self._preparation.refusal is not None:
             return
-        whole, memory = self.whole, self.lowerings.memory
-        calls = {s.node: whole.groups[s.node] for s in whole.sites if s.buffer is not None}
-        groups = resolve_groups(calls.values())
+        memory = self.lowerings.memory
+        groups = resolve_groups(self._calls.values())
         known = {name: group.process_group for name, group in groups.items()}
         levels, why = served(known, memory, self._device, self._preparation.options.timeout)
-        rows = {n: self.lowerings.row(whole.specs[n]) for n in calls}
+        if levels:
+            self.lowerings = evolve(self.lowerings, levels=levels)
+            del self.whole  # it may need other placements
+        whole, calls = self.whole, self._calls
+        rows = {n: self.lowerings.row(whole.specs[n], g) for n, g in calls.items()}
         flat = {n for n, row in rows.items() if row is None or not row.two_levels}
         why |= dict.fromkeys(levels, ONE_HOST)
         apart = {n: why[g] for n, g in calls.items() if g in why and (g not in levels or n in flat)}
@@ -145,8 +154,16 @@ class Fitting:
 
     def _captured(self, refused: Mapping[fx.Node, str], **others: Any) -> Captured:
         while True:
-            captured = self._capture(refused=refused, slower=self.chosen.slower, **others)
-            partly = self.lowerings.partly(captured)
+            run = self.lowerings
+            captured = self._capture(
+                as_run=run.as_run,
+                skip=run.skip,
+                anywhere=run.anywhere,
+                refused=refused,
+                slower=self.chosen.slower,
+                **others,
+            )
+            partly = run.partly(captured)
             if not partly.keys() - refused.keys():
                 return captured
             refused = {**partly, **refused}
@@ -173,7 +190,7 @@ class Fitting:
                     nbytes=sum(sizes),
                     buffers=frozenset(names),
                     seconds={} if choice is None else choice.seconds,
-                    needed=self.lowerings.row(spec) is None,
+                    needed=self.lowerings.row(spec, captured.groups[node]) is None,
                 )
             )
         return together(demotables)

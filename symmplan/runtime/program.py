@@ -163,7 +163,7 @@ def _calls(
             continue
         spec, overload = captured.specs[node], overload_of(node.target)
         assert overload is not None
-        row = lowerings.row(spec)
+        row = lowerings.row(spec, captured.groups[node])
         results = {s.path: s.buffer for s in mine if s.kind == "result" and s.buffer is not None}
         group = "" if row is None else captured.groups[node]
         found[node] = PlacedCall(

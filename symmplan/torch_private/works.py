@@ -19,6 +19,20 @@ def register_work() -> Callable[[torch.Tensor, Any], None] | None:
     return getattr(c10d, "_register_work", None)
 
 
+def ended_by_wait(tensor: torch.Tensor, work: Any) -> None:
+    """Let ``wait_tensor`` of a tensor wait for a work; waits now where torch cannot be told.
+
+    Args:
+        tensor: What the work writes.
+        work: What ends then.
+    """
+    register = register_work()
+    if register is None:
+        work.wait()
+    else:
+        register(tensor, work)
+
+
 class _Watched(dist.Work):
     """The work of a collective of which somebody wants to know when it is waited for."""
 
@@ -95,15 +109,15 @@ def watched_work(work: Any, waited: Callable[[], None], written: torch.Tensor) -
 class _Queued(dist.Work):
     """Work that was queued on another stream."""
 
-    def __init__(self, done: torch.cuda.Event, kept: torch.Tensor) -> None:
+    def __init__(self, done: torch.cuda.Event, kept: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
         self._done: torch.cuda.Event | None = done
-        self._kept: torch.Tensor | None = kept
+        self._kept: tuple[torch.Tensor, ...] = kept
 
     def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 (the interface's)
         if self._done is not None:
             self._done.wait(torch.cuda.current_stream())
-        self._done = self._kept = None
+        self._done, self._kept = None, ()
         return True
 
     def is_completed(self) -> bool:
@@ -113,11 +127,11 @@ class _Queued(dist.Work):
         return True
 
 
-def queued_work(done: torch.cuda.Event, kept: torch.Tensor) -> Any:
+def queued_work(done: torch.cuda.Event, *kept: torch.Tensor) -> Any:
     """A work for which the current stream waits.
 
     Args:
         done: Behind it, on its own stream.
-        kept: What it reads, which stays alive until somebody has waited.
+        kept: What it uses, which stays alive until somebody has waited.
     """
     return _Queued(done, kept)

@@ -128,7 +128,7 @@ def test_work_on_a_placement_holds_it_though_the_op_declares_something_else(grou
         other = gathered.sin()
         return F.wait_tensor(started) + 1, other + 1
 
-    def skip(spec, _requirement):
+    def skip(spec, _group, _requirement):
         return "not this one" if "all_to_all" in spec.op else None
 
     problem = capture_fx(trace(program, torch.ones(4, 8)), skip=skip).problem

@@ -188,7 +188,7 @@ def test_what_the_forward_left_in_a_placement_is_used_where_it_lies(groups):
     def program(x, y):
         return T.peer_mean(x, groups[0]) + T.peer_mean(x, groups[1]) + y
 
-    def skip(spec, _requirement):
+    def skip(spec, _group, _requirement):
         return "not this one" if skipped and "peer_mean" in spec.op else None
 
     there = {"x_1": Buffer("saved", 128, groups[0])}
@@ -217,7 +217,7 @@ def test_what_a_user_s_op_gets_unplaced_is_no_other_op_s_placement(groups, colle
         )
         return left + T.mix(made, x, groups[0])
 
-    def skip(spec, _requirement):
+    def skip(spec, _group, _requirement):
         return "not this one" if "mix" not in spec.op else None
 
     found = decided(captured(program, skip=skip))
@@ -233,7 +233,7 @@ def test_a_result_that_an_unplaced_argument_shares_is_copied_out(groups):
         made = T.push_next(x, groups[0])
         return T.peer_mean(made, groups[0]) + 1
 
-    def skip(spec, _requirement):
+    def skip(spec, _group, _requirement):
         return "not this one" if "peer_mean" in spec.op else None
 
     found = decided(captured(program, skip=skip))

@@ -18,7 +18,6 @@ from devices import finish, needs_devices, ranks_on
 from ranks import RankPool
 
 pytestmark = needs_devices(4)
-F = torch.ops._c10d_functional
 
 
 def _of_two(rank):
@@ -151,39 +150,6 @@ def test_fsdp_measures_two_levels_beside_the_ordinary_way(four):
     assert all(other[4] == choices for other in others)
     assert choices
     assert all(measured == ["ordinary", "two-level"] for _, measured, _ in choices)
-
-
-def _compiled(rank, size):
-    """A graph, which has no two levels on devices: whether it is right, and the reasons."""
-    import torch.distributed as dist
-
-    import symmplan
-
-    group = dist.group.WORLD.group_name
-    torch._dynamo.reset()
-    backend = symmplan.backend(inner="eager", memory="cuda", choose="placed", timeout=60.0)
-
-    def program(x):
-        return F.wait_tensor(F.all_gather_into_tensor(x + 1, size, group))
-
-    run = torch.compile(program, backend=backend, fullgraph=True)
-    got = [run(torch.full((1 << 18,), float(rank + n), device="cuda")) for n in range(3)]
-    right = all(
-        [row.unique().tolist() for row in x.view(size, -1)] == [[r + n + 1.0] for r in range(size)]
-        for n, x in enumerate(got)
-    )
-    found = right, backend.stats.placed, [u.reason for p in backend.plans for u in p.unplanned]
-    backend.release()
-    return found
-
-
-def test_graphs_of_devices_on_several_hosts_are_ordinary(four):
-    from symmplan.runtime.algorithms import ONE_HOST
-
-    for right, placed, reasons in four.run(_compiled):
-        assert right
-        assert placed == 0
-        assert ONE_HOST in reasons
 
 
 def test_one_rank_on_each_host_is_ordinary():

@@ -262,7 +262,7 @@ def rewritten(
     capture = functools.partial(
         capture_fx,
         module,
-        lookup=lowerings.lookup,
+        as_run=lowerings.as_run,
         skip=lowerings.skip,
         producer=functools.partial(lowerings.producer, other=other),
     )

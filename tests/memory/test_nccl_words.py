@@ -50,7 +50,7 @@ def test_gathers_of_split_words_are_left_out(memory):
     lowerings = Lowerings(memory)
     captured = capture_fx(
         module,
-        lookup=lowerings.lookup,
+        as_run=lowerings.as_run,
         skip=lowerings.skip,
         producer=lambda node: lowerings.producer(node, lambda _: None),
     )

@@ -60,7 +60,7 @@ def _fingerprints(program: Program, groups: list[str]) -> dict[str, str]:
     for name, (lowerings, poison) in ALGORITHMS.items():
         captured = capture_fx(
             module,
-            lookup=lowerings.lookup,
+            as_run=lowerings.as_run,
             skip=lowerings.skip,
             producer=lambda node, low=lowerings: low.producer(node, lambda _: None),
         )

@@ -17,7 +17,7 @@ from attrs import define, evolve, field
 from symmplan.capture.graphs import at_path
 from symmplan.capture.signatures import CallValue
 from symmplan.errors import RunError
-from symmplan.memory.ops import IMPLEMENTATIONS
+from symmplan.memory.library import IMPLEMENTATIONS
 from symmplan.registry import bind_arguments
 from symmplan.runtime.lower import launch
 from symmplan.runtime.watching import watched
@@ -125,7 +125,11 @@ class EagerMachine:
             named = {name: self._like(x) for name, x in kwargs.items()}
             run = prepare(*map(self._like, args), **named)
             given = (*args, *kwargs.values())
-            self.do(run, *(x for x in given if isinstance(x, CallValue) and x not in self.bound))
+            changing = (x for x in given if isinstance(x, CallValue) and x not in self.bound)
+            work = self.do(run, *changing)
+            row = None if self.event.placed is None else self.event.placed.row
+            if row is not None and not row.synchronous:
+                self._until(work, kwargs["out"])
         elif form is None or op.namespace != "_c10d_functional":
             self.do(op, *args, **kwargs)
         else:
@@ -133,6 +137,15 @@ class EagerMachine:
             asynchronous = form.asynchronous or bool(placed and placed.engine)
             start = c10d.starter_of(op, bind_arguments(op, args, kwargs), asynchronous=asynchronous)
             self.work = self.do(start, args[0], *kwargs.values())
+
+    def _until(self, work: CallValue, out: Any) -> None:
+        """What symmplan's own op started ends where the program waits for it."""
+        if self.event.form is None:
+            self.do(_ended_by_wait, out, work)
+        elif self.event.pends:
+            self.work = work
+        else:
+            self.do(_wait, work)
 
     def _like(self, value: Any) -> Any:
         """The placement of what a value stands for; or a tensor like it, of one element's bytes."""
@@ -260,6 +273,11 @@ def _work(
 def _wait(work: Any) -> None:
     if work is not None:  # what ran on this stream has none
         work.wait()
+
+
+def _ended_by_wait(out: torch.Tensor, work: Any) -> None:
+    if work is not None:
+        works.ended_by_wait(out, work)
 
 
 def _boxed(work: Any) -> Any:

@@ -139,7 +139,8 @@ class IterationRecording:
 
     def _lookup(self, op: Any) -> OpSpec | None:
         """What is declared of an op. Collective: of the first that is, over the group."""
-        return self._agreed().lookup(op) if spec_for(op) is not None else None
+        spec = spec_for(op)
+        return None if spec is None else self._agreed().as_run(spec, self._settings.group.name)
 
     @own_work
     def _agreed(self) -> Lowerings:
@@ -217,10 +218,7 @@ class IterationRecording:
         capture = functools.partial(
             capture_recorded,
             self._recorder,
-            lookup=lowerings.lookup,
             producer=lowerings.producer,
-            skip=lowerings.skip,
-            anywhere=lowerings.anywhere,
             default_group=settings.group.name,
         )
         fitting = Fitting(capture, lowerings, device, preparation)
@@ -239,7 +237,7 @@ class IterationRecording:
         with torch.inference_mode(mode=False):  # they outlive the caller's mode
             # Here, where a rank that has no room for them is heard.
             elements = {dtype: torch.empty((), dtype=dtype, device=device) for dtype in dtypes}
-            program = place(captured, plan, lowerings, chosen, plan.barriers)
+            program = place(captured, plan, fitting.lowerings, chosen, plan.barriers)
         arena, rendezvous = preparation.obtain(plan, device, groups, meet_engines, pooled=True)
         return Frozen(
             program,

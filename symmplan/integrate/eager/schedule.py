@@ -95,10 +95,9 @@ class Event:
     @property
     def pends(self) -> bool:
         """Whether the program gets a work to wait for; of ``c10d::`` calls."""
-        # Symmplan's own ops are over when they return.
         row = None if self.placed is None else self.placed.row
         asynchronous = self.form is not None and self.form.asynchronous
-        return asynchronous and not (row is not None and row.one_sided)
+        return asynchronous and (row is None or not row.synchronous)
 
     @property
     def expected(self) -> Expected | None:

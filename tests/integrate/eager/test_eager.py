@@ -83,7 +83,7 @@ def _same_program(rank, world_size, program: Program, repeat: int):
     want = capture_fx(
         gm,
         inputs,
-        lookup=low.lookup,
+        as_run=low.as_run,
         producer=lambda node: low.producer(node, lambda _: None),
         skip=low.skip,
     ).problem

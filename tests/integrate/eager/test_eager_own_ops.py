@@ -31,8 +31,8 @@ def _setup(rank, world_size):
     _LIBRARIES[:] = [library, kernel]
     refuses = Lowerings.skip
 
-    def skip(self, spec, requirement):
-        return None if spec.op.startswith("symm_mem::") else refuses(self, spec, requirement)
+    def skip(self, spec, group, requirement):
+        return None if spec.op.startswith("symm_mem::") else refuses(self, spec, group, requirement)
 
     Lowerings.skip = skip
 
