@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from symmplan.coordination.exchange import Exchange
     from symmplan.coordination.groups import Group
 
-__all__ = ["Counterparts", "HostsMeeting", "connections_of", "counterparts_of"]
+__all__ = ["Counterparts", "HostsMeeting", "connections_of", "counterparts_of", "hosts_of"]
 
 _END_PERIOD = 0.1
 
@@ -202,8 +202,7 @@ class HostsMeeting(Meeting):
     @cached_property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each counterpart's host, in the order of the counterparts."""
-        of = [process.host for process in processes_of(self.group.process_group)]
-        return tuple(counterparts_of(of, rank)[0] for rank in self.counterparts.ranks)
+        return hosts_of(self.group, self.counterparts.ranks)
 
     def free_words(self) -> list[list[int]]:
         """See `Rendezvous.free_words`: of all ranks of all hosts.
@@ -283,6 +282,12 @@ def counterparts_of(hosts: Sequence[str], rank: int) -> tuple[tuple[int, ...], t
     near = there[hosts[rank]]
     number = near.index(rank)
     return tuple(near), tuple(ranks[number] for ranks in there.values() if number < len(ranks))
+
+
+def hosts_of(group: Group, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of the host of each of some ranks of a group whose ranks have met."""
+    of = [process.host for process in processes_of(group.process_group)]
+    return tuple(counterparts_of(of, rank)[0] for rank in ranks)
 
 
 def connections_of(

@@ -12,6 +12,7 @@ See [Note: two levels] in `symmplan.memory.counterparts`. What differs from shar
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from symmplan.coordination.exchange import processes_of
 from symmplan.coordination.own import own_work
 from symmplan.errors import BackendError
-from symmplan.memory.counterparts import counterparts_of
+from symmplan.memory.counterparts import counterparts_of, hosts_of
 from symmplan.memory.device_memory import counting
 from symmplan.memory.kernels import as_bytes
 from symmplan.memory.torch_rendezvous import TorchRendezvous
@@ -70,9 +71,16 @@ class DeviceCounterparts:
         flat = [as_bytes(x) for x in outputs]
         return c10d.start_all_gather(flat, as_bytes(source), self._across)
 
-    def exchange(self, output: torch.Tensor, source: torch.Tensor) -> Any:
-        """Start to send a row to each counterpart; returns a work. Collective."""
-        return c10d.start_all_to_all(as_bytes(output), as_bytes(source), self._across)
+    def exchange(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        received: Sequence[int] = (),
+        sent: Sequence[int] = (),
+    ) -> Any:
+        """Start to send a part to each counterpart; see `Counterparts.exchange`. Collective."""
+        parts: dict[str, Any] = {"received": received, "sent": sent}
+        return c10d.start_all_to_all(as_bytes(output), as_bytes(source), self._across, **parts)
 
     def meet(self, token: torch.Tensor) -> None:
         """Meet the counterparts, in the order of the current stream. Collective."""
@@ -103,6 +111,11 @@ class DeviceHostsMeeting(TorchRendezvous):
         given: dict[str, Any] = {"begin": begin, "by_collective": True, "near": counterparts.near}
         super().__init__(group, own, handle, timeout=0.0, **given)
         self.counterparts = counterparts
+
+    @cached_property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each counterpart's host, in the order of the counterparts."""
+        return hosts_of(self.group, self.counterparts.ranks)
 
     @own_work
     def barrier(self, timeout: float | None = None) -> None:

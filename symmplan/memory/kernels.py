@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,11 +27,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 __all__ = ["REDUCTIONS", "as_bytes", "copy_bytes", "plain", "reduce_into", "scratch_of"]
+__all__ += ["select_rows", "word_of"]
 
 _CHUNK = 256 * 1024  # bytes
 _DEVICE_CHUNK = 64 << 20  # where each chunk costs launches, and no cache holds it
 #: Below this many bytes a bare memmove beats torch's dispatch; above, torch may use its threads.
 _SMALL = 64 * 1024
+
+#: Element types of a size that divides that of a row.
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.int8))
 
 #: Reduction -> how two tensors are combined. Torch's names, and c10d's where they differ.
 REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -75,6 +80,25 @@ def copy_bytes(target: torch.Tensor, start: int, source: torch.Tensor, nbytes: i
         ctypes.memmove(target.data_ptr() + start, source.data_ptr(), nbytes)
     else:
         target[start : start + nbytes].copy_(as_bytes(source))
+
+
+def select_rows(
+    target: torch.Tensor, start: int, source: torch.Tensor, numbers: torch.Tensor
+) -> None:
+    """Copy some rows of ``source``, by their numbers, to byte ``start`` of the bytes ``target``."""
+    shape = (len(numbers), *source.shape[1:])
+    nbytes = math.prod(shape) * source.element_size()
+    if PROCESS.detectors:
+        touch(source, write=False)
+        touch_bytes(target.data_ptr() + start, nbytes, write=True)
+    there = target[start : start + nbytes].view(source.dtype).view(shape)
+    torch.index_select(source, 0, numbers, out=there)
+
+
+def word_of(nbytes: int, addresses: int) -> torch.dtype:
+    """The widest type in which rows of so many bytes can be copied between these addresses."""
+    aligned = nbytes | addresses
+    return next(kind for size, kind in _WORDS if not aligned % size)
 
 
 def reduce_into(

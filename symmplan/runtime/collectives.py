@@ -151,6 +151,8 @@ def verdicts(topology: Topology, memory: str) -> list[Support]:
         if levels:
             algorithms = [name for name in algorithms if name in ("ordinary", "two-level")]
             why = [ONE_HOST] if len(algorithms) == 1 else []
+            if collective == "all-to-all":
+                why.append("rows of symmplan.expert_parallel have one")
         elif "two-level" in algorithms:
             algorithms.remove("two-level")
         if memory == "nccl" and (reason := abilities.why_not(topology.nccl)):

@@ -109,7 +109,7 @@ def raised(kind, act):
     return caught.value
 
 
-def padded_calls(rank, world_size, seeds, choose, kind="cpu", apart=False):
+def padded_calls(rank, world_size, seeds, choose, kind="cpu", apart=False, memory="auto"):
     """Layers with random routes, forward and backward; how often they were placed."""
     import torch.distributed as dist
 
@@ -118,7 +118,8 @@ def padded_calls(rank, world_size, seeds, choose, kind="cpu", apart=False):
         dice, slow = random.Random(seed), random.Random(7 * seed + rank)
         rows = dice.choice([1, 6, 40])
         most = rows + dice.choice([0, rows // 2, 2 * rows])
-        with symmplan.expert_parallel(max_tokens=most, choose=choose, timeout=60.0) as experts:
+        given = {"memory": memory, "choose": choose, "timeout": 60.0}
+        with symmplan.expert_parallel(max_tokens=most, **given) as experts:
             for _ in range(dice.randint(2, 4)):
                 width = dice.choice([(8,), (3, 5), (64,), (1030,), ()])
                 dtype = dice.choice([torch.float32, torch.float64, torch.bfloat16])

@@ -10,11 +10,10 @@ import time
 
 import pytest
 import torch
+from device_hosts import files_of, segment_on_hosts
 from ranks import pool_of
 
 from symmplan.memory.topology import Topology
-
-_BYTES = 4096
 
 
 def _on_hosts(rank, size):
@@ -27,69 +26,6 @@ def _on_hosts(rank, size):
 four = pool_of(4, setup=_on_hosts, timeout=60.0)
 
 
-class _Handle:
-    """What torch gives for an allocation: each peer's bytes."""
-
-    def __init__(self, folder, near):
-        self._near, self._folder = near, folder
-
-    def get_buffer(self, place, shape, dtype, begin):
-        return _bytes_of(self._folder, self._near[place])
-
-
-def _bytes_of(folder, rank):
-    return torch.from_file(f"{folder}/{rank}", shared=True, size=_BYTES, dtype=torch.uint8)
-
-
-def _counterparts(group):
-    """What a group makes of its hosts, over gloo; twice, as two segments would."""
-    import torch.distributed as dist
-
-    from symmplan.coordination.agreement import agree
-    from symmplan.coordination.exchange import Exchange
-    from symmplan.memory import device_hosts
-    from symmplan.model import Problem
-    from symmplan.planner import plan
-    from symmplan.process import PROCESS
-    from symmplan.torch_private import nccl
-
-    nccl.serves = lambda _: True
-    nccl.subgroup = lambda _, ranks, __: dist.new_group(
-        list(ranks), backend="gloo", use_local_synchronization=True
-    )
-    pg = group.process_group
-    topology = Topology(ranks=4, hosts=2, device="cuda")
-    PROCESS.topologies.setdefault(pg, {})["cuda"] = topology
-    agree(plan(Problem.from_intervals([("x", 0, 1, 8)])), {"default": pg})  # says who is where
-    made = []
-    for phase in ("first", "second"):
-        with Exchange({group.name: group}, 20.0) as exchange:
-            given = group, torch.device("cpu"), exchange, phase
-            made.append(device_hosts.device_counterparts(*given, "cuda"))
-            assert device_hosts.device_counterparts(*given, "nccl") is None
-    assert made[0] is made[1]
-    return made[0]
-
-
-def _segment(group, folder):
-    """This rank's bytes, which its host reaches and the others do not."""
-    import torch.distributed as dist
-
-    from symmplan.memory.device_hosts import DeviceHostsMeeting
-    from symmplan.memory.health import Health
-    from symmplan.memory.segment import Segment
-    from symmplan.model import SegmentSpec
-
-    counterparts = _counterparts(group)
-    own = _bytes_of(folder, group.rank)
-    dist.barrier()
-    spec = SegmentSpec("s0", nbytes=_BYTES, groups=("default",), lower_bound_bytes=_BYTES)
-    segment = Segment(spec, "cuda", own, None, timeout=20.0, health=Health())
-    handle = _Handle(folder, counterparts.near)
-    segment.add_rendezvous(DeviceHostsMeeting(group, own, handle, counterparts))
-    return segment, own
-
-
 def _collectives(rank, size, folder):
     """How rank and counterparts lie, and which results are wrong."""
     from symmplan.coordination.groups import resolve_groups
@@ -97,7 +33,7 @@ def _collectives(rank, size, folder):
 
     ops = torch.ops.symmplan
     (group,) = resolve_groups(["default"]).values()
-    segment, own = _segment(group, folder)
+    segment, own = segment_on_hosts(group, folder)
     meeting = segment.meeting("default")
     wrong, chance = [], random.Random(rank)
 
@@ -131,9 +67,7 @@ def _collectives(rank, size, folder):
 
 @pytest.mark.ranks
 def test_collectives_of_devices_in_two_levels(four, tmp_path):
-    for rank in range(4):
-        (tmp_path / str(rank)).write_bytes(bytes(_BYTES))
-    found = four.run(_collectives, str(tmp_path))
+    found = four.run(_collectives, files_of(tmp_path, 4))
     assert [near for near, *_ in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert [across for _, across, *_ in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
     assert not any(wrong for *_, wrong in found)

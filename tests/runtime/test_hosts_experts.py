@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from host_programs import experts, routed
@@ -17,31 +19,47 @@ needs_hosts = pytest.mark.skipif(
 pool = hosts_pool((2, 2), (2, 2, 2), (3, 3))
 
 
-@given(st.lists(st.integers(0, 3), max_size=12), st.sampled_from([8, 5]), st.booleans())
-def test_equal_rows_are_one(values, width, alike):
-    rows = torch.tensor(values, dtype=torch.bfloat16).view(-1, 1).repeat(1, width)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=12),
+    st.sampled_from([8, 5]),
+    st.booleans(),
+)
+def test_equal_rows_are_one_in_each_part(values, width, alike):
+    values.sort(key=operator.itemgetter(1))
+    words = torch.tensor([value for value, _ in values], dtype=torch.int16)
+    words = words.view(-1, 1).repeat(1, width).flip(0)
+    picks = torch.arange(len(values)).flip(0)
+    parts = torch.tensor([part for _, part in values], dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
         if alike:  # all rows have one hash
-            patch.setattr(host_rows, "_hashes", lambda flat: torch.zeros(len(flat)))
-        first, at = host_rows.distinct(rows)
-    assert torch.equal(rows[first][at], rows)
-    assert first.tolist() == sorted(first.tolist())
+            patch.setattr(host_rows, "_hashes", lambda rows: torch.zeros(len(rows)))
+        first, at = host_rows.distinct(words, picks, parts)
+    kept = first.nonzero().flatten()
+    assert torch.equal(words[picks[kept][at]], words[picks])
+    assert torch.equal(parts[kept][at], parts)
+    assert at[kept].tolist() == [*range(len(kept))]
     if not alike:
-        assert len(first) == len(set(values))
+        assert len(kept) == len(set(values))
 
 
 @needs_hosts
 @pytest.mark.ranks
 @pytest.mark.all_cases
-@pytest.mark.parametrize("per_host", [(2, 1), (1, 1)], ids=str)
-def test_experts_that_two_levels_do_not_serve_are_ordinary(per_host):
+@pytest.mark.parametrize(
+    ("per_host", "why"),
+    [
+        ((2, 1), "two levels need equally many ranks on each host"),
+        ((1, 1), "two levels need several ranks on each host"),
+    ],
+)
+def test_experts_that_two_levels_do_not_serve_are_ordinary(per_host, why):
     with HostPool(per_host, timeout=120.0) as ranks:
         for wrong, served, reasons, _ in ranks.run(experts, "auto"):
             assert not wrong
             assert served == 0
             (reason,) = reasons
-            assert reason.startswith("no symmetric memory: rank ")
-            assert "hosts" in reason
+            assert reason.startswith("no symmetric memory: its ranks are on 2 hosts")
+            assert reason.endswith(why)
 
 
 @needs_hosts
@@ -80,7 +98,9 @@ def _doubled(rank, size):
             dist.group.WORLD, max_tokens=16 * size, choose="two-level", timeout=30.0
         ) as layer:
             inside = layer.dispatch(tokens.repeat(size, 1), layer.routes([16] * size))
-            return max(crossed), tokens.nbytes, len(inside)
+            assert len(crossed) == 2
+            back = layer.combine(inside, layer.routes([16] * size))
+            return crossed, tokens.nbytes, len(inside), len(back)
     finally:
         Counterparts.exchange = exchange
 
@@ -89,10 +109,10 @@ def _doubled(rank, size):
 @pytest.mark.ranks
 def test_a_token_for_several_experts_of_a_host_crosses_once():
     with HostPool((3, 3), timeout=120.0) as ranks:
-        for crossed, nbytes, rows in ranks.run(_doubled):
-            places = 3 * 16 * 4  # of the rows on the other side
-            assert crossed == nbytes + places
-            assert rows == 6 * 16
+        for crossed, nbytes, rows, back in ranks.run(_doubled):
+            ahead = (2 + 3 * 16) * 4  # how many to each host, and the places on the other side
+            assert crossed == [ahead, nbytes, 3 * nbytes]
+            assert rows == back == 6 * 16
 
 
 @needs_hosts

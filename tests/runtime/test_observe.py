@@ -133,6 +133,11 @@ def test_verdicts_of_devices_with_and_without_what_algorithms_need():
         assert "2 hosts" in verdict.why
     for verdict in verdicts(Topology(ranks=2), "shm"):
         assert verdict.algorithms[1] == "symmetric"
+    for memory, device in (("shm", "cpu"), ("cuda", "cuda")):
+        (rows,) = verdicts(Topology(ranks=4, hosts=2, device=device), memory)[3:4]
+        assert rows.collective == "all-to-all"
+        assert rows.algorithms == ("ordinary",)
+        assert "rows of symmplan.expert_parallel" in rows.why
 
 
 # ---- real ranks ---------------------------------------------------------------------------------

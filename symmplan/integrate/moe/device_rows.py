@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symmplan.errors import PeerTimeoutError, RunError
-from symmplan.memory.kernels import as_bytes
+from symmplan.memory.kernels import as_bytes, word_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,8 +34,6 @@ _PROGRAMS = {"cuda": 32, "cpu": 2}
 _BLOCK, _WARPS = 32 * 1024, 16
 #: How often a waiting program looks in a second, about.
 _LOOKS = {"cuda": 1_000_000, "cpu": 10_000}
-#: Element types of a size that divides that of a row.
-_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.int8))
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -136,7 +134,7 @@ class DeviceRows:
         """
         group = self._group
         nbytes = math.prod(rows.shape[1:]) * rows.element_size()
-        kind = _word(nbytes, rows.data_ptr() | result.data_ptr())
+        kind = word_of(nbytes, rows.data_ptr() | result.data_ptr())
         width = nbytes // kind.itemsize
         given, made = (as_bytes(x.detach()).view(kind) for x in (rows, result))
         table = routes.on_device(self._device)
@@ -196,12 +194,6 @@ class DeviceRows:
             **here,
             missing=(value,),
         )
-
-
-def _word(nbytes: int, addresses: int) -> torch.dtype:
-    """The widest type in which rows of so many bytes can be copied between these addresses."""
-    aligned = nbytes | addresses
-    return next(kind for size, kind in _WORDS if not aligned % size)
 
 
 def _on(device: torch.device) -> Any:

@@ -333,9 +333,7 @@ class ExpertParallel:
             self._ended()
             exchange.ended = self._last
             stream = self._stream()
-            if (
-                stream is not None and stream != exchange.stream
-            ):  # the allocator knows of the other one
+            if stream is not None and stream != exchange.stream:  # of which the allocator hears
                 for tensor in (exchange.rows, exchange.result):
                     assert tensor is not None
                     tensor.record_stream(stream)
@@ -385,15 +383,19 @@ class ExpertParallel:
             self._slot.pushes.met = True
 
     def _check(self, rows: torch.Tensor, routes: Routes | PaddedRoutes) -> None:
-        fits = routes.ranks == self._group.size and rows.dim()
-        fits = fits and routes.takes(rows.shape[0]) and rows.device == self._device
-        if not fits:
-            self._slot.refuse(
-                f"rows of shape {tuple(rows.shape)} on {rows.device} are not those of the routes",
-                expected=f"{routes.sends} rows along dimension 0, on {self._device}",
-                got=f"{rows.shape[0] if rows.dim() else 0} rows on {rows.device}",
-                fix="pass the rows that were counted, or count them again",
-            )
+        known = routes.ranks == self._group.size and rows.dim() > 0
+        if known and routes.takes(rows.shape[0]) and rows.device == self._device:
+            return
+        if joins := known and self._device.type == "cuda":  # else peers on devices would wait
+            instead = rows.new_zeros((routes.sends, *rows.shape[1:]), device=self._device)
+            self.exchange(instead, routes)
+        self._slot.refuse(
+            f"rows of shape {tuple(rows.shape)} on {rows.device} are not those of the routes",
+            expected=f"{routes.sends} rows along dimension 0, on {self._device}",
+            got=f"{rows.shape[0] if rows.dim() else 0} rows on {rows.device}",
+            fix="pass the rows that were counted, or count them again",
+            alone=joins,
+        )
 
     def _check_types(self, rows: Any, routes: Any) -> None:
         if not (isinstance(rows, torch.Tensor) and isinstance(routes, Routes | PaddedRoutes)):

@@ -88,7 +88,7 @@ class RowPushes:
         row = math.prod(rows.shape[1:]) * rows.element_size()
         call = self._call(rows, row, routes)
         if not self.met:
-            self._meet(call, rows)
+            self._meet(call)
         sent = routes.sent
         for peer in (*range(rank + 1, size), *range(rank)):
             begin, count = sum(sent[:peer]), sent[peer]
@@ -100,7 +100,7 @@ class RowPushes:
         result[own : own + sent[rank]] = rows[begin : begin + sent[rank]]
 
         def take() -> None:
-            self._meet(call, rows)
+            self._meet(call)
             here = self.meeting.peers[rank][self._slot.offset :]
             there = here[: result.shape[0] * row].view(rows.dtype).view(result.shape)
             result[:own] = there[:own]
@@ -131,9 +131,6 @@ class RowPushes:
         self.met = True
         self.meeting.enter(REFUSED)
 
-    def _meet(self, call: bytes, rows: torch.Tensor) -> None:
+    def _meet(self, call: bytes) -> None:
         self.met = True  # also where calls turn out to differ: then nobody takes anything out
-        if rows.is_cuda:
-            self.meeting.barrier()
-        else:
-            self.meeting.enter(call)
+        self.meeting.enter(call)

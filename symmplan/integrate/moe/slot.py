@@ -22,11 +22,12 @@ from symmplan.integrate.moe.device_rows import DeviceRows, has_kernels, signals_
 from symmplan.integrate.moe.exchanges import RowPushes, plain
 from symmplan.integrate.moe.host_rows import HostRows
 from symmplan.integrate.moe.routes import PaddedRoutes, Routes
-from symmplan.memory.counterparts import HostsMeeting
 from symmplan.memory.kernels import as_bytes
 from symmplan.memory.streams import synchronize
+from symmplan.memory.topology import served
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.report.log import LOG
+from symmplan.runtime.attempt import Refusal
 from symmplan.runtime.choice import Choice
 from symmplan.runtime.clock import at_once
 from symmplan.runtime.prepare import Preparation, checked_plan
@@ -46,6 +47,11 @@ __all__ = ["RowSlot"]
 _ROWS, _SIGNALS = "rows", "signals"
 #: How many rows the host lets kernels move where it has looked at the routes itself.
 _CHECKED = 2**31 - 1
+#: What helps where a memory backend does not reach the ranks.
+_REACHED = (
+    "share experts within one host, or between equally many ranks of each host, at least two; "
+    'devices of several hosts need memory="cuda"'
+)
 
 
 class RowSlot:
@@ -170,13 +176,22 @@ class RowSlot:
             )
             raise self.fault
 
-    def refuse(self, what: str, expected: str, got: str, fix: str) -> NoReturn:
-        """Raise an error of a call with wrong arguments; the peers' call fails, too, where it can.
+    def refuse(
+        self, what: str, expected: str, got: str, fix: str, *, alone: bool = False
+    ) -> NoReturn:
+        """Raise an error of a call with wrong arguments.
+
+        Args:
+            what: Of the error.
+            expected: The same.
+            got: The same.
+            fix: The same.
+            alone: Whether the peers' call went on; else it fails, too, where it can.
 
         Raises:
             RunError: Always.
         """
-        if self.pushes is not None:
+        if self.pushes is not None and not alone:
             with contextlib.suppress(RunError):
                 self.pushes.refuse()
         raise RunError(what, expected=expected, got=got, fix=fix, **self._group.here)
@@ -226,18 +241,19 @@ class RowSlot:
         groups = {group.name: group.process_group}
         plan = _plan(nbytes, group, self._options.effort)
         kernels = False
+        memory, timeout = preparation.memory, self._options.timeout
+        if preparation.refusal is None:  # its memory may reach the ranks in no way
+            for why in served(groups, memory, self._device, timeout)[1].values():
+                preparation.refuse(Refusal(why, _REACHED, first=group.rank == 0))
         if preparation.refusal is None:  # a rank without Triton asks, too
             mine = has_kernels(self._device)
-            kernels = all_agree("kernels", mine, groups, self._options.timeout)
+            kernels = all_agree("kernels", mine, groups, timeout)
 
         def meet(arena: Arena) -> None:
             slot, signals = (arena.plan.placements[name] for name in (_ROWS, _SIGNALS))
             meeting = arena.segments[slot.segment].meeting(group.name)
-            if isinstance(meeting, HostsMeeting):
-                self.pushes = HostRows(meeting, slot, group)
-                return
             try:
-                meeting.peers  # noqa: B018
+                meeting.near_peers  # noqa: B018
             except BackendError as error:
                 raise BackendError(
                     error.what,
@@ -245,9 +261,11 @@ class RowSlot:
                     "between their devices",
                     **group.here,
                 ) from error
+            if meeting.levels is not None:
+                self.pushes = HostRows(meeting.levels, slot, group)
+                return
             self.pushes = RowPushes(meeting, slot, group)
             if kernels:
-                timeout = self._options.timeout
                 self.kernels = DeviceRows(meeting, slot, signals, group, self._device, timeout)
 
         def make() -> tuple[Arena, int] | None:
