@@ -194,7 +194,8 @@ def _kept(
     words: torch.Tensor, picks: torch.Tensor, sent: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Which rows for each host cross, how many, and for each which of the host's that is."""
-    counts = torch.tensor(sent, pin_memory=words.is_cuda).to(words.device, non_blocking=True)
+    told = torch.tensor(sent, device="cpu", pin_memory=words.is_cuda)
+    counts = told.to(words.device, non_blocking=True)
     host = torch.repeat_interleave(counts, output_size=len(picks))
     first, number = distinct(words, picks, host)
     upto = torch.nn.functional.pad(first.cumsum(0), (1, 0))

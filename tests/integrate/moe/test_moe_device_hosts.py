@@ -42,14 +42,15 @@ def _tables(chance, size):
 
 
 def _rows(chance, table, rank):
-    """Rows of which some are equal, somewhere in a larger tensor; all ranks draw equally often."""
+    """Rows of which some are equal, anywhere in a larger tensor; all ranks draw equally often."""
     width = chance.choice([(8,), (5,), (3, 2), (), (1030,)])
     dtype = chance.choice([torch.float32, torch.bfloat16, torch.int64, torch.uint8])
     kinds, begin = chance.choice([1, 3, 1000]), chance.randrange(2)
     generator = torch.Generator().manual_seed(chance.randrange(2**31) + rank)
     kept = torch.randint(0, 250, (kinds, *width), generator=generator).to(dtype)
-    count = sum(table[rank])
-    return kept[torch.randint(kinds, (begin + count,), generator=generator)][begin:]
+    rows = kept[torch.randint(kinds, (sum(table[rank]),), generator=generator)]
+    room = torch.empty(begin + rows.numel(), dtype=dtype)[begin:].view(rows.shape)
+    return room.copy_(rows)
 
 
 def _plain(rows, routes):
@@ -61,34 +62,47 @@ def _plain(rows, routes):
     return result
 
 
+def _cases(seeds, rank, size):
+    """Dispatches and combines of random rows: what is sent, along which routes, what comes."""
+    from symmplan.integrate.moe.routes import Routes
+
+    cases = []
+    for seed in seeds:
+        chance = random.Random(seed)
+        routes = Routes(_tables(chance, size), rank)
+        rows = _rows(chance, routes.table, rank)
+        for at in (routes, routes.back):
+            want = _plain(rows, at)
+            cases.append((seed, rows, at, want))
+            rows = want + 1
+    return cases
+
+
 def _exchanged(rank, size, folder, seeds, hosts=2):
     """Dispatches and combines that differ from torch's own, and how many there were."""
     from symmplan.coordination.groups import resolve_groups
     from symmplan.integrate.moe.host_rows import HostRows
-    from symmplan.integrate.moe.routes import Routes
     from symmplan.model import Placement
 
     (group,) = resolve_groups(["default"]).values()
     segment, _ = segment_on_hosts(group, folder, hosts, _NBYTES)
-    wrong, made, late = [], 0, random.Random(rank)
-    pushes = HostRows(segment.meeting("default"), Placement("s0", 64, _NBYTES // 2), group)
+    cases, wrong, slow = _cases(seeds, rank, size), [], random.Random(rank)
+    meeting = segment.meeting("default")
+    pushes, enter = HostRows(meeting, Placement("s0", 64, _NBYTES // 2), group), meeting.enter
+
+    def late(*call):
+        enter(*call)
+        time.sleep(slow.choice([0.0, 0.0, 0.0, 0.01]))
+
+    meeting.enter = late
     try:
-        for seed in seeds:
-            chance = random.Random(seed)
-            routes = Routes(_tables(chance, size), rank)
-            rows = _rows(chance, routes.table, rank)
-            for at in (routes, routes.back):
-                want = _plain(rows, at)
-                pushes.met = chance.random() < 0.5  # that was a meeting
-                time.sleep(late.choice([0.0, 0.0, 0.005]))
-                got = torch.full_like(want, 77)
-                take = pushes.start(got, rows.contiguous(), at)
-                time.sleep(late.choice([0.0, 0.0, 0.005]))
-                take()
-                wrong += [] if torch.equal(got, want) else [(seed, at.out)]
-                made += 1
-                rows = want + 1
-        return made, wrong
+        for seed, rows, routes, want in cases:
+            got = torch.full_like(want, 77)
+            take = pushes.start(got, rows, routes)
+            time.sleep(slow.choice([0.0, 0.0, 0.0, 0.01]))
+            take()
+            wrong += [] if torch.equal(got, want) else [(seed, routes.out)]
+        return len(cases), wrong
     finally:
         segment.release()
 
