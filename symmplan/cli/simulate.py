@@ -41,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, default=0, help="the rank to plan for (default: 0)")
     parser.add_argument(
         "--memory",
-        choices=("nccl", "cuda", "nvshmem", "shm"),
-        default="nccl",
-        help="memory backend to plan for (default: %(default)s)",
+        choices=("auto", "nccl", "cuda", "nvshmem", "shm"),
+        default="auto",
+        help="memory backend to plan for (default: the one that devices get)",
     )
     parser.add_argument(
         "--ranks-per-host", type=int, metavar="N", help="ranks on each host (default: one host)"

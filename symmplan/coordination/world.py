@@ -60,6 +60,7 @@ class World:
         rank: The one that is simulated.
         memory: Name of the memory backend for which is planned.
         devices: Whether that is a device's memory.
+        automatic: Whether it is still chosen as ``"auto"`` is on devices, when groups are known.
         choices: Path of a tuning table, None for rules alone.
         ranks_per_host: How many of them are on each host, one behind the other; None if all are.
         ranks_per_domain: How many NVLink joins, those of whole hosts; None if no hosts are joined.
@@ -85,6 +86,7 @@ class World:
     rank: int
     memory: str
     devices: bool
+    automatic: bool = False
     choices: str | None = None
     ranks_per_host: int | None = None
     ranks_per_domain: int | None = None

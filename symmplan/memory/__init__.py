@@ -6,9 +6,10 @@ from symmplan.coordination.agreement import agree
 from symmplan.errors import NotSymmetricError
 from symmplan.memory import library as library  # registers torch.ops.symmplan.*
 from symmplan.memory.arena import DEFAULT_TIMEOUT, Arena, realize
-from symmplan.memory.backends import BACKENDS, Backend, resolve_backend
+from symmplan.memory.backends import BACKENDS, Backend
 from symmplan.memory.health import Health
 from symmplan.memory.placed_tensor import PlacedTensor, handle
+from symmplan.memory.resolve import resolve_backend
 from symmplan.memory.segment import Rendezvous, Segment, locate
 
 __all__ = [

@@ -9,12 +9,12 @@ from symmplan.coordination.exchange import Exchange
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import own_work
 from symmplan.errors import OptionError, ReleasedError, RunError
-from symmplan.memory.backends import resolve_backend
 from symmplan.memory.device_memory import counting
 from symmplan.memory.health import Health
 from symmplan.memory.leased import lease_out
 from symmplan.memory.local import LocalBackend
 from symmplan.memory.races import RaceDetector
+from symmplan.memory.resolve import resolve_backend
 from symmplan.memory.segment import Segment
 from symmplan.memory.shm import ShmBackend
 from symmplan.model import Plan

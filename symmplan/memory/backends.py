@@ -1,4 +1,4 @@
-"""Choose the memory backend of a plan."""
+"""The memory backends, and what each of them can do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 
 from attrs import frozen
 
-from symmplan.coordination.world import current
 from symmplan.errors import BackendError
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from symmplan.memory.segment import Allocation, Segment
     from symmplan.model import SegmentSpec
 
-__all__ = ["BACKENDS", "REACHES", "Backend", "Kind", "Reach", "check_device", "resolve_backend"]
+__all__ = ["BACKENDS", "REACHES", "Backend", "Kind", "Reach", "check_device", "misfit"]
 
 #: What memory spans: a process, a host, hosts that NVLink joins, all that a network joins.
 Reach: TypeAlias = Literal["process", "host", "nvlink", "network"]
@@ -125,63 +124,6 @@ class Backend(Protocol):
         """All ranks hold all segments: drop what only the rendezvous needed."""
 
 
-def resolve_backend(
-    memory: str, device: torch.device, groups: Mapping[str, Group], *, temporary: bool = False
-) -> Backend:
-    """The backend called ``memory``, if it fits.
-
-    Args:
-        memory: A name in `BACKENDS`.
-        device: Where the segments shall lie.
-        groups: The groups that will meet in them.
-        temporary: As for `symmplan.memory.realize`.
-
-    Raises:
-        BackendError: There is no such backend, or it does not fit device, groups or machine.
-
-    Collective: no.
-    """
-    if memory not in BACKENDS:
-        raise BackendError(
-            f"there is no memory backend {memory!r}",
-            expected=f"one of {', '.join(BACKENDS)}",
-            got=repr(memory),
-            fix='pass memory="auto"',
-            memory=memory,
-        )
-    from symmplan.memory.local import LocalBackend
-
-    world = current()
-    if world is not None:
-        return LocalBackend(world)
-    alone = all(group.size == 1 for group in groups.values())
-    if memory == "auto":
-        memory = _automatic(device, groups, alone=alone)
-    if memory == "local":
-        if not alone:
-            large = next(group for group in groups.values() if group.size > 1)
-            raise _misfit(
-                memory,
-                f"group {large.name!r} has {large.size} ranks",
-                expected="groups of one rank",
-                fix='pass memory="shm" for CPU ranks of one host',
-            )
-        return LocalBackend()
-    check_device(memory, device)
-    if memory == "shm":
-        from symmplan.memory.shm import ShmBackend
-
-        return ShmBackend()
-    from symmplan.memory.torch_symm import TorchSymmBackend
-
-    if temporary and memory == "nccl":
-        from symmplan.memory.torch_symm import NcclPoolBackend, has_windows
-
-        if has_windows(groups):
-            return NcclPoolBackend(memory, device, groups)
-    return TorchSymmBackend(memory, device, groups)
-
-
 def check_device(memory: str, device: torch.device) -> None:
     """Refuse a memory backend that serves no tensors on ``device``, whatever its group.
 
@@ -189,14 +131,14 @@ def check_device(memory: str, device: torch.device) -> None:
         BackendError: It serves none.
     """
     if memory == "shm" and device.type != "cpu":
-        raise _misfit(
+        raise misfit(
             memory,
             f"device {device} is not the CPU",
             expected="cpu",
             fix='pass memory="nccl" or memory="cuda" for CUDA devices',
         )
     if BACKENDS[memory].devices and device.type != "cuda":
-        raise _misfit(
+        raise misfit(
             memory,
             f"device {device} is not a CUDA device",
             expected="cuda",
@@ -204,22 +146,6 @@ def check_device(memory: str, device: torch.device) -> None:
         )
 
 
-def _automatic(device: torch.device, groups: Mapping[str, Group], *, alone: bool) -> str:
-    if device.type == "cpu":
-        return "local" if alone else "shm"
-    if device.type == "cuda":
-        if alone and all(group.process_group is None for group in groups.values()):
-            return "local"
-        from symmplan.memory.torch_symm import serves_nccl
-
-        return "nccl" if serves_nccl(groups) else "cuda"
-    raise _misfit(
-        "auto",
-        f"no backend serves device {device}",
-        expected="cpu or cuda",
-        fix="move the model to a CPU or CUDA device",
-    )
-
-
-def _misfit(memory: str, what: str, *, expected: str, fix: str) -> BackendError:
+def misfit(memory: str, what: str, *, expected: str, fix: str) -> BackendError:
+    """The error about a memory backend that does not fit."""
     return BackendError(f"memory={memory!r}: {what}", expected=expected, fix=fix, memory=memory)

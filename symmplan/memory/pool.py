@@ -35,7 +35,8 @@ from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
 from symmplan.memory import cache
 from symmplan.memory.arena import realize
-from symmplan.memory.backends import BACKENDS, resolve_backend
+from symmplan.memory.backends import BACKENDS
+from symmplan.memory.resolve import resolve_backend
 from symmplan.memory.room import agreed_room
 from symmplan.memory.streams import synchronize
 from symmplan.model import Access, Buffer, Operation, Placement, Problem

@@ -7,9 +7,9 @@
     apart are served by NVSHMEM, or in two levels: see [Note: two levels] in
     `symmplan.memory.counterparts`. The collectives of all other groups run in torch's own way.
 
-    So before anything is planned for a group, its ranks exchange these facts, once per process and
-    kind of device, and all come to the same result. A host is what NCCL takes for one:
-    ``NCCL_HOSTID`` if that is set, otherwise the host's name and boot ID.
+    So before anything is planned for a group, its ranks exchange these facts, and all come to the
+    same result: together with the options of a program, otherwise in `survey`. A host is what NCCL
+    takes for one: ``NCCL_HOSTID`` if that is set, otherwise the host's name and boot ID.
 """
 
 from __future__ import annotations
@@ -33,7 +33,16 @@ if TYPE_CHECKING:
 
     from symmplan.memory.backends import Reach
 
-__all__ = ["Topology", "facts_of", "known", "served", "simulated", "survey", "topology_of"]
+__all__ = [
+    "Topology",
+    "facts_of",
+    "known",
+    "learn",
+    "served",
+    "simulated",
+    "survey",
+    "topology_of",
+]
 
 
 @frozen(kw_only=True)
@@ -135,7 +144,9 @@ class Topology:
         if self.hosts == 1 or not self.why_not(memory):
             return "one level serves it"
         if not BACKENDS[memory].levels:
-            return f"memory={memory!r} has no two levels"
+            other = BACKENDS[memory].devices and self.two_levels("cuda")
+            served = "; memory='cuda' serves it in two levels" if other else ""
+            return f"memory={memory!r} has no two levels{served}"
         if not self.peer_access:
             return "two levels need devices of one host to reach each other"
         if self.per_host == 0:
@@ -165,13 +176,24 @@ def survey(groups: Mapping[str, Any], device: torch.device, timeout: float) -> d
     new = {n: g for n, g in asked.items() if device.type not in PROCESS.topologies.get(g, {})}
     if new:
         mine = facts_of(device)
-        for name, said in all_gather_json(
-            "topology", dict.fromkeys(new, mine), new, timeout
-        ).items():
-            PROCESS.topologies.setdefault(new[name], {})[device.type] = topology_of(said)
+        learn(all_gather_json("topology", dict.fromkeys(new, mine), new, timeout), new, device)
     here = Topology(ranks=1, device=device.type)
     found = PROCESS.topologies
     return {n: here if n in alone else found[g][device.type] for n, g in groups.items()}
+
+
+def learn(
+    said: Mapping[str, Sequence[Mapping[str, Any]]], groups: Mapping[str, Any], device: torch.device
+) -> None:
+    """Remember what some groups are, from what their ranks said.
+
+    Args:
+        said: ``{name of a group: what each rank said}``, see `facts_of`.
+        groups: ``{name: process group}``.
+        device: Where this rank's tensors lie.
+    """
+    for name, facts in said.items():
+        PROCESS.topologies.setdefault(groups[name], {}).setdefault(device.type, topology_of(facts))
 
 
 def simulated(group: Any, device: str = "cpu") -> Topology:
@@ -199,10 +221,12 @@ def simulated(group: Any, device: str = "cpu") -> Topology:
 
 
 def known(groups: Mapping[str, Any], device: torch.device) -> dict[str, Topology]:
-    """The topologies of those groups that `survey` has found before.
+    """The topologies of those groups whose ranks were asked before; in a simulated world, of all.
 
     Collective: no.
     """
+    if current() is not None:
+        return {name: simulated(group, device.type) for name, group in groups.items()}
     found = {}
     for name, group in groups.items():
         of = None if group is None else PROCESS.topologies.get(group, {}).get(device.type)

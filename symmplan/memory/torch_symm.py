@@ -60,6 +60,7 @@ __all__ = [
     "TorchSymmBackend",
     "has_windows",
     "is_whole_words",
+    "serves_cuda",
     "serves_nccl",
 ]
 
@@ -85,6 +86,17 @@ def serves_nccl(groups: Mapping[str, Group]) -> bool:
     except (RuntimeError, ImportError):
         return False
     return True
+
+
+def serves_cuda(device: torch.device) -> bool:
+    """Whether torch's allocator is CUDA's. That is its default, and not every torch returns to it.
+
+    See [Note: torch's allocators].
+    """
+    try:
+        return symm_mem.backend_of(device) == "CUDA"
+    except (RuntimeError, ImportError):
+        return False
 
 
 def has_windows(groups: Mapping[str, Group]) -> bool:

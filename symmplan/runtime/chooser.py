@@ -157,7 +157,8 @@ def choose_algorithms(
             return Chosen({**fixed, **algorithms}, cases=cases)
     engines = known_of(groups)
     if choose == "copy engine" and current() is None:
-        require(dict.fromkeys(case.group for case in cases.values()), engines, memory)
+        near = (case for case in cases.values() if "two-level" not in case.algorithms)
+        require(dict.fromkeys(case.group for case in near), engines, memory)
     of: dict[_Call, Choice] = {}
     if choose == "measure":
         of = {call: choices_of(groups[case.group])[case] for call, case in cases.items()}

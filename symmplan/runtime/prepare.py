@@ -11,7 +11,8 @@
     A rank's options decide which exchanges, measurements and collectives symmplan makes on it. So
     before any of these the ranks of a program compare their options and memory backends. If they
     differ, every rank raises the same error. If a rank cannot set up the backend, all ranks do
-    without it.
+    without it. In the same exchange they tell each other what the topology of their groups is,
+    because the backend may depend on it; see [Note: two levels by default].
 
     Each integration compares options when its program first plans for a group, which happens
     equally often on all ranks. It does not ask whether the options are new to the process, because
@@ -33,9 +34,10 @@ from symmplan.coordination.exchange import Exchange
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
 from symmplan.errors import AgreementError
-from symmplan.memory import cache, pool, resolve_backend
+from symmplan.memory import cache, pool, resolve_backend, topology
 from symmplan.memory.cache import cached_bytes
 from symmplan.memory.device_memory import empty_cache
+from symmplan.memory.resolve import agree_on_levels
 from symmplan.memory.room import agreed_room
 from symmplan.planner import plan as plan_problem
 from symmplan.report.log import log_plan
@@ -129,21 +131,24 @@ class Preparation:
         Collective: yes, over the groups that did not agree before.
         """
         options, members = self.options, resolve_groups(groups, groups)
-        failed: RuntimeError | OSError | None = None
-        memory, refusal = options.memory, self.refusal
-        try:
-            memory = resolve_backend(options.memory, device, members).name
-        except (RuntimeError, OSError) as error:
-            failed, refusal = error, self.refusal or failure(error)
-        given = {name: (x, x) for name, x in more.items()}
-        given["memory"] = (memory if refusal is None else "", options.memory)
-        mine = {"options": {**options.agreed(device), **given}, "refusal": refusal}
+        given = {**options.agreed(device), **{name: (x, x) for name, x in more.items()}}
         new = {n: g for n, g in groups.items() if g is not None and g not in self._agreed}
         if current() is not None:  # its ranks were given what this one was
             new = {}
         asked = {n: members[n] for n in new}
-        with watch(new) if new and watch is not None else nullcontext() as look:
-            refusal = _hear(mine, asked, options.timeout, look, failed)
+        with (
+            watch(new) if new and watch is not None else nullcontext() as look,
+            Exchange(asked, options.timeout, look) as exchange,
+        ):
+            _compare_all(exchange, given, new, device)
+            levels = agree_on_levels(exchange, asked, members, device)
+            memory, refusal, failed = options.memory, self.refusal, None
+            try:
+                memory = resolve_backend(memory, device, members, levels=levels).name
+            except (RuntimeError, OSError) as error:
+                failed, refusal = error, self.refusal or failure(error)
+            given = {"memory": (memory if refusal is None else "", options.memory)}
+            refusal = _hear(exchange, {"options": given, "refusal": refusal}, failed)
         self._agreed.update(new.values())
         self.memory = memory
         if refusal is not None:
@@ -288,41 +293,61 @@ def checked_plan(problem: Problem, effort: Literal["fast", "optimal"]) -> Plan:
     return plan
 
 
-def _hear(
-    mine: dict[str, Any],
-    groups: Mapping[str, Group],
-    timeout: float,
-    look: PlanningWatch | None,
-    failed: Exception | None,
-) -> Refusal | None:
-    """Why all ranks do without symmetric memory; None if they need not.
-
-    Args:
-        mine: What this rank says.
-        groups: Whose ranks are asked.
-        timeout: Seconds that ranks wait for each other.
-        look: As for `Exchange`.
-        failed: Why this rank has no backend.
+def _compare_all(
+    exchange: Exchange, given: Mapping[str, Any], groups: Mapping[str, Any], device: torch.device
+) -> None:
+    """Compare all options but the backend, and learn the topology of the groups.
 
     Raises:
         AgreementError: Options differ.
+
+    Collective: yes, a round of ``exchange``.
+    """
+    facts = topology.facts_of(device) if groups else {}
+    said = _said(exchange, "options", {"options": given, "refusal": None, "facts": facts})
+    of_ranks = {name: [note["facts"] for note in notes] for name, notes in said.items()}
+    topology.learn(of_ranks, groups, device)
+
+
+def _hear(exchange: Exchange, mine: dict[str, Any], failed: Exception | None) -> Refusal | None:
+    """Why all ranks do without symmetric memory; None if they need not.
+
+    Args:
+        exchange: Of all who take part.
+        mine: Which backend this rank has and was given, as an option, and its refusal.
+        failed: Why it has no backend.
+
+    Raises:
+        AgreementError: Ranks were given different backends.
         Exception: ``failed``, if it was asked for by name and serves no rank.
 
-    Collective: yes, over those groups.
+    Collective: yes, over the exchange's groups.
     """
-    with Exchange(groups, timeout, look) as exchange:
-        notes = []
-        text = json.dumps(mine, default=asdict).encode()
-        for name, texts in exchange.round("options", text).items():
-            theirs = [_read(text, groups[name], rank) for rank, text in enumerate(texts)]
-            _compare(theirs, groups[name])
-            notes += theirs
-        notes = notes or [mine]
-        by_name = mine["options"]["memory"][1] != "auto"
-        if failed is not None and by_name and not any(map(_memory_of, notes)):
-            raise failed
-        refusals = [note["refusal"] for note in notes if note["refusal"] is not None]
-        return spread(exchange, refusals[0] if refusals else _apart(notes))
+    notes = [note for of in _said(exchange, "memory", mine).values() for note in of] or [mine]
+    by_name = mine["options"]["memory"][1] != "auto"
+    if failed is not None and by_name and not any(map(_memory_of, notes)):
+        raise failed
+    refusals = [note["refusal"] for note in notes if note["refusal"] is not None]
+    return spread(exchange, refusals[0] if refusals else _apart(notes))
+
+
+def _said(
+    exchange: Exchange, phase: str, mine: Mapping[str, Any]
+) -> dict[str, list[dict[str, Any]]]:
+    """What each rank of each group says.
+
+    Raises:
+        AgreementError: Options differ.
+
+    Collective: yes, a round of ``exchange``.
+    """
+    said = {}
+    text = json.dumps(mine, default=asdict).encode()
+    for name, texts in exchange.round(phase, text).items():
+        group = exchange.groups[name]
+        said[name] = [_read(text, group, rank) for rank, text in enumerate(texts)]
+        _compare(said[name], group)
+    return said
 
 
 def _compare(notes: list[dict[str, Any]], group: Group) -> None:
@@ -382,4 +407,4 @@ def _read(text: bytes, group: Group, rank: int) -> dict[str, Any]:
         refusal = Refusal.read(note["refusal"])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise no_note(group, rank) from error
-    return {"options": {"memory": ("", ""), **options}, "refusal": refusal}
+    return {**note, "options": {"memory": ("", ""), **options}, "refusal": refusal}

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["simulate"]
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "symmplan")
-_MEMORIES = ("nccl", "cuda", "nvshmem", "shm")
+_MEMORIES = ("auto", "nccl", "cuda", "nvshmem", "shm")
 #: Seconds between two lines that say how far a simulation is.
 _TELL = 2.0
 _ITEM = "read values where the program is not simulated: return tensors, and log them outside"
@@ -53,7 +53,7 @@ def simulate(
     *,
     ranks: int,
     rank: int = 0,
-    memory: str = "nccl",
+    memory: str = "auto",
     ranks_per_host: int | None = None,
     ranks_per_domain: int | None = None,
     choices: str | os.PathLike[str] | None = None,
@@ -74,7 +74,9 @@ def simulate(
         ranks: Number of ranks of the world.
         rank: The rank to plan for.
         memory: The memory backend to plan for, with its alignments, algorithms and rules; the
-            program's own choice is ignored. ``"nccl"``, ``"cuda"``, ``"nvshmem"`` or ``"shm"``.
+            program's own choice is ignored. ``"nccl"``, ``"cuda"``, ``"nvshmem"``, ``"shm"``, or
+            ``"auto"``, which is what ``"auto"`` is on devices: ``"cuda"`` if the groups of the
+            program can only be served in two levels, otherwise ``"nccl"``.
         ranks_per_host: Number of ranks on each host, with consecutive numbers. Collectives then run
             as on several hosts. None for one host.
         ranks_per_domain: Number of ranks that NVLink joins, of whole hosts. None if it joins no
@@ -124,11 +126,14 @@ def simulate(
         read_table(path)
     _check_callable_alone(program)
     require("simulate")
+    automatic = memory == "auto"
+    memory = "nccl" if automatic else memory
     world = World(
         ranks,
         rank,
         memory,
         devices=BACKENDS[memory].devices,
+        automatic=automatic,
         choices=path,
         ranks_per_host=ranks_per_host,
         ranks_per_domain=ranks_per_domain,
@@ -335,7 +340,7 @@ def _check(program: object, ranks: int, rank: int, memory: str, progress: object
             f"memory {memory!r} cannot be simulated",
             expected=", ".join(map(repr, _MEMORIES)),
             got=repr(memory),
-            fix='pass memory="nccl"',
+            fix='pass memory="auto"',
             memory=memory,
         )
     if current() is not None or dist.is_initialized():

@@ -101,7 +101,7 @@ def _model():
     return torch.nn.Sequential(*blocks)
 
 
-def _trained(rank, size, choose):
+def _trained(rank, size, choose, memory="cuda"):
     """Steps in which planned FSDP2 differs from plain; what was placed and how it ran; reasons."""
     from torch.distributed.fsdp import fully_shard
 
@@ -122,7 +122,7 @@ def _trained(rank, size, choose):
             fully_shard(block)
         fully_shard(model)
     plain, planned = models
-    handle = symmplan.fsdp.apply(planned, memory="cuda", choose=choose, timeout=60.0)
+    handle = symmplan.fsdp.apply(planned, memory=memory, choose=choose, timeout=60.0)
     wrong = []
     for number in range(6):
         pairs = zip(step(planned, number), step(plain, number), strict=True)
@@ -141,6 +141,34 @@ def test_fsdp_in_two_levels(four):
         assert not wrong
         assert placed > 0
         assert ran == [("two-level", "two-level")]
+
+
+def _by_default(rank, size):
+    """The same with the memory that a program gets, where NCCL's must not be chosen."""
+    from symmplan.memory import torch_symm
+    from symmplan.memory.topology import facts_of
+    from symmplan.torch_private import symm_mem
+
+    def never(_):
+        raise AssertionError("NCCL's memory was asked for")
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    before, torch_symm.serves_nccl = torch_symm.serves_nccl, never
+    try:
+        wrong, placed, ran, *_ = _trained(rank, size, "placed", "auto")
+    finally:
+        torch_symm.serves_nccl = before
+    return wrong, placed, ran, symm_mem.backend_of(device), facts_of(device)["host"]
+
+
+def test_fsdp_over_hosts_gets_cuda_s_memory_by_default(four):
+    found = four.run(_by_default)
+    assert len({host for *_, host in found}) == 2
+    for wrong, placed, ran, allocator, _ in found:
+        assert not wrong
+        assert placed > 0
+        assert ran == [("two-level", "two-level")]
+        assert allocator == "CUDA"
 
 
 def test_fsdp_measures_two_levels_beside_the_ordinary_way(four):

@@ -77,8 +77,9 @@ def test_collectives_of_devices_in_two_levels(four, tmp_path):
     ("facts", "memory", "why"),
     [
         ({}, "cuda", ""),
-        ({}, "nccl", "memory='nccl' has no two levels"),
+        ({}, "nccl", "memory='nccl' has no two levels; memory='cuda' serves it in two levels"),
         ({"hosts": 4}, "cuda", "several ranks on each host"),
+        ({"hosts": 4}, "nccl", "memory='nccl' has no two levels"),
         ({"per_host": 0}, "cuda", "equally many ranks on each host"),
         ({"peer_access": False}, "cuda", "devices of one host to reach each other"),
     ],
@@ -86,8 +87,241 @@ def test_collectives_of_devices_in_two_levels(four, tmp_path):
 def test_what_devices_two_levels_serve(facts, memory, why):
     topology = Topology(**{"ranks": 4, "hosts": 2, "device": "cuda", **facts})
     assert topology.two_levels(memory) == (why == "")
-    assert why in topology.why_ordinary(memory)
+    said = topology.why_ordinary(memory)
+    assert said.endswith(why)
+    assert bool(said) == bool(why)
 
 
 def test_devices_that_nvlink_joins_have_one_level():
     assert not Topology(ranks=4, hosts=2, device="cuda", nvlink=True).two_levels("cuda")
+
+
+# ---- what memory="auto" is ----------------------------------------------------------------------
+
+CUDA = torch.device("cuda")
+_APART = {"hosts": 2, "device": "cuda"}
+
+
+class _Allocator:
+    """Stands for torch's choice of an allocator, of which CUDA cannot be chosen by name."""
+
+    def __init__(self, name="CUDA", *, used=False):
+        self.name, self.used = name, used
+
+    def backend_of(self, _):
+        return self.name
+
+    def set_backend(self, name):
+        if name != self.name and (self.used or name == "CUDA"):
+            raise RuntimeError("no")
+        self.name = name
+
+    def put(self, stack):
+        """Be torch's, for groups of NCCL."""
+        from unittest import mock
+
+        from symmplan.torch_private import nccl, symm_mem
+
+        for where, what, to in (
+            (symm_mem, "backend_of", self.backend_of),
+            (symm_mem, "set_backend", self.set_backend),
+            (nccl, "serves", lambda _: True),
+        ):
+            stack.enter_context(mock.patch.object(where, what, to))
+        return self
+
+
+class _ProcessGroup:
+    """Stands for torch's."""
+
+
+@pytest.mark.parametrize(
+    ("groups", "allocator", "name"),
+    [
+        ([_APART], _Allocator(), "cuda"),
+        ([_APART], _Allocator(used=True), "cuda"),
+        ([_APART], _Allocator("NCCL"), "nccl"),
+        ([_APART, {**_APART, "per_host": 0}], _Allocator(), "cuda"),
+        ([_APART, {**_APART, "hosts": 4}], _Allocator(), "cuda"),
+        ([_APART, {"device": "cuda"}], _Allocator(), "nccl"),
+        ([_APART, {"device": "cuda"}], _Allocator(used=True), "cuda"),
+        ([_APART, None], _Allocator(), "nccl"),
+        ([{**_APART, "per_host": 0}], _Allocator(), "nccl"),
+        ([{**_APART, "hosts": 4}], _Allocator(), "nccl"),
+        ([{**_APART, "nvlink": True}], _Allocator(), "nccl"),
+        ([{"device": "cuda"}], _Allocator(), "nccl"),
+        ([{"device": "cuda", "peer_access": False}], _Allocator(), "nccl"),
+        ([], _Allocator(), "local"),
+    ],
+)
+def test_auto_is_cuda_where_only_that_serves(groups, allocator, name):
+    import contextlib
+
+    from symmplan.coordination.groups import Group
+    from symmplan.memory import resolve_backend
+    from symmplan.process import PROCESS
+
+    given = {}
+    for number, of in enumerate(groups):
+        process_group = _ProcessGroup()
+        given[f"{number}"] = Group(f"{number}", "", size=4, process_group=process_group)
+        if of is not None:
+            PROCESS.topologies[process_group] = {"cuda": Topology(ranks=4, **of)}
+    with contextlib.ExitStack() as stack:
+        allocator.put(stack)
+        assert resolve_backend("auto", CUDA, given).name == name
+        assert resolve_backend("auto", CUDA, given).name == name
+        if groups and name == "nccl":
+            assert allocator.name == "NCCL"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "levels"), [([True, True], True), ([True, False], False), ([False, True], False)]
+)
+def test_what_peers_have_in_other_groups_counts(theirs, levels):
+    import contextlib
+    import json
+
+    from symmplan.coordination.groups import Group
+    from symmplan.memory.resolve import agree_on_levels
+    from symmplan.process import PROCESS
+
+    class Peers:
+        """An exchange in which others say what was given."""
+
+        def round(self, phase, mine, groups):
+            return {name: [mine, json.dumps(theirs).encode()] for name in groups}
+
+    process_group = _ProcessGroup()
+    groups = {"g": Group("g", "", size=2, process_group=process_group)}
+    PROCESS.topologies[process_group] = {"cuda": Topology(ranks=2, **_APART)}
+    with contextlib.ExitStack() as stack:
+        _Allocator().put(stack)
+        assert agree_on_levels(Peers(), groups, groups, CUDA) is levels
+
+
+def _meshes():
+    """Groups of four ranks on two hosts of two, by name."""
+    import torch.distributed as dist
+
+    near = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    rank = dist.get_rank()
+    return {"flat": dist.group.WORLD, "near": near[rank // 2], "across": across[rank % 2]}
+
+
+def _agreed(rank, size, of_ranks, memories, taken, hosts):
+    """What memory a program gets, twice; its rounds; who asks later what its groups are.
+
+    Args:
+        of_ranks: Names of each rank's groups.
+        memories: What each rank is given.
+        taken: The rank whose allocator is NCCL's.
+        hosts: On how many hosts the ranks are.
+    """
+    import contextlib
+    import warnings
+    from unittest import mock
+
+    from symmplan.coordination.exchange import Exchange
+    from symmplan.errors import AgreementError
+    from symmplan.memory import topology
+    from symmplan.process import PROCESS
+    from symmplan.runtime.options import Options
+    from symmplan.runtime.prepare import Preparation
+
+    facts = {"host": f"host {rank * hosts // size}", "device": "cuda", "uuid": f"GPU {rank}"}
+    facts |= {"blocked": [], "fabric": "", "multicast": False, "copy_engines": True}
+    facts |= {"nccl": [2, 28, 9]}
+    meshes = _meshes()
+    PROCESS.topologies.clear()
+    groups = {name: meshes[name] for name in of_ranks[rank]}
+    rounds, round_ = [], Exchange.round
+
+    def noted(exchange, phase, *args, **more):
+        rounds.append(phase)
+        return round_(exchange, phase, *args, **more)
+
+    def never(*args):
+        raise AssertionError("asked again")
+
+    with contextlib.ExitStack() as stack:
+        _Allocator("NCCL" if rank == taken else "CUDA").put(stack)
+        stack.enter_context(mock.patch.object(topology, "facts_of", return_value=facts))
+        stack.enter_context(mock.patch.object(Exchange, "round", noted))
+        stack.enter_context(mock.patch.object(torch.cuda, "is_available", return_value=True))
+        preparation = Preparation(Options(memory=memories[rank], timeout=20.0), "it", "it")
+        time.sleep(random.Random(rank).choice([0.0, 0.05]))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                found = [preparation.agree(CUDA, groups) for _ in range(2)]
+        except AgreementError as error:
+            return error.option, error.values, rounds
+        with mock.patch.object(topology, "all_gather_json", never):
+            told = [of.hosts for of in topology.survey(groups, CUDA, 20.0).values()]
+    return found, told, rounds
+
+
+_FLAT, _HSDP = [["flat"]] * 4, [["near", "across"]] * 4
+_ONCE = ["options", "memory", "ended 0", "ended 1", "ended 2"]
+_LEVELS = ["levels 0", "levels 1", "levels 2"]
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+@pytest.mark.parametrize(
+    ("of_ranks", "taken", "name"),
+    [
+        (_FLAT, None, "cuda"),
+        (_FLAT, 2, "nccl"),
+        (_HSDP, None, "nccl"),
+        ([["flat", "near"], ["flat", "near"], ["flat"], ["flat"]], None, "nccl"),
+        ([["across", "near"], ["across", "near"], ["across"], ["across"]], None, "nccl"),
+    ],
+)
+def test_all_ranks_agree_on_what_auto_is(four, of_ranks, taken, name):
+    for found, _, rounds in four.run(_agreed, of_ranks, ["auto"] * 4, taken, 2):
+        assert found == [name, name]
+        assert rounds[:8] == [_ONCE[0], *_LEVELS, *_ONCE[1:]]
+
+
+@pytest.mark.ranks
+def test_ranks_of_one_host_exchange_nothing_for_two_levels(four):
+    for found, hosts, rounds in four.run(_agreed, _FLAT, ["auto"] * 4, None, 1):
+        assert found == ["nccl", "nccl"]
+        assert hosts == [1]
+        assert rounds[:5] == _ONCE
+
+
+@pytest.mark.ranks
+def test_ranks_that_name_what_auto_is_agree_with_it(four):
+    for found, hosts, _ in four.run(_agreed, _FLAT, ["auto", "cuda", "auto", "cuda"], None, 2):
+        assert found == ["cuda", "cuda"]
+        assert hosts == [2]
+
+
+@pytest.mark.ranks
+def test_ranks_that_name_another_memory_than_auto_is_hear_of_it(four):
+    for option, values, _ in four.run(_agreed, _FLAT, ["auto", "auto", "nccl", "auto"], None, 2):
+        assert option == "memory"
+        assert values == ("auto", "nccl")
+
+
+def _named(rank, size):
+    """How a gather in two levels runs where copy engines were asked for."""
+    from symmplan.integrate.fsdp.cases import CallCase
+    from symmplan.runtime.chooser import choose_algorithms
+    from symmplan.runtime.options import Options
+    from symmplan.runtime.prepare import Preparation
+
+    given = {"memory": "cuda", "group": "0", "ranks": size, "dtype": "float32", "numels": (8,)}
+    case = CallCase(op="all_gather", algorithms=("two-level",), **given)
+    preparation = Preparation(Options(choose="copy engine", timeout=20.0), "it", "it")
+    chosen = choose_algorithms({"it": case}, {}, torch.device("cpu"), preparation, memory="cuda")
+    return chosen.algorithms["it"].name
+
+
+@pytest.mark.ranks
+def test_an_algorithm_of_one_host_is_two_levels_on_several(four):
+    assert four.run(_named) == ["two-level"] * 4

@@ -410,23 +410,3 @@ def test_a_simulation_chooses_as_hosts_do(per_host):
     assert (report.plans[0].fingerprint, report.peak_bytes) == real
     ran = {c.algorithm for c in report.collectives if c.op in ("all_gather", "reduce_scatter")}
     assert ran == ({"two-level"} if per_host == (2, 2) else {"ordinary"})
-
-
-@pytest.mark.parametrize(
-    ("domain", "algorithms"), [(None, {"ordinary"}), (8, {"copy engine", "push"})]
-)
-def test_a_simulation_knows_what_nvlink_joins(domain, algorithms):
-    import symmplan
-
-    def program():
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        model = torch.nn.Linear(2048, 2048, bias=False)
-        fully_shard(model, mesh=init_device_mesh("cpu", (8,)))
-        symmplan.fsdp.apply(model)
-        model(torch.ones(4, 2048)).sum().backward()
-
-    report = symmplan.simulate(program, ranks=8, ranks_per_host=4, ranks_per_domain=domain)
-    ran = {c.algorithm for c in report.collectives if c.op in ("all_gather", "reduce_scatter")}
-    assert ran == algorithms

@@ -249,21 +249,21 @@ def test_ranks_that_tried_in_vain_have_not_agreed(two, program):
 def without_a_backend(rank, size, program, victims, options):
     """Memory of any kind fails on some ranks before anything is planned."""
     from symmplan.errors import BackendError
-    from symmplan.memory import backends
+    from symmplan.memory import resolve
 
-    automatic = backends._automatic
+    automatic = resolve._automatic
 
     def fails(*_, **__):
         raise BackendError("its driver is too old", fix="update it")
 
     if rank in victims:
-        backends._automatic = fails
+        resolve._automatic = fails
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             wrong, stats = PROGRAMS[program](rank, size, timeout=TIMEOUT, **options)
     finally:
-        backends._automatic = automatic
+        resolve._automatic = automatic
     told = [text for w in said if "symmplan" in (text := str(w.message))]
     again, later = PROGRAMS[program](rank, size, timeout=TIMEOUT)
     return wrong, stats, told, again, later.served
@@ -291,9 +291,9 @@ def refused_before(rank, size):
     import torch.distributed as dist
 
     from symmplan.errors import BackendError
-    from symmplan.memory import backends
+    from symmplan.memory import resolve
 
-    pair, automatic = dist.new_group([0, 1]), backends._automatic
+    pair, automatic = dist.new_group([0, 1]), resolve._automatic
 
     def fails(*_, **__):
         raise BackendError("its driver is too old", fix="update it")
@@ -311,7 +311,7 @@ def refused_before(rank, size):
         def body(x, name=name, count=count):
             return ops.wait_tensor(ops.all_gather_into_tensor(x.cos(), count, name))
 
-        backends._automatic = fails if rank == 1 and group is pair else automatic
+        resolve._automatic = fails if rank == 1 and group is pair else automatic
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             good.append(torch.equal(torch.compile(body, backend=backend)(x), body(x)))

@@ -216,7 +216,9 @@ def apply(
 
     Args:
         model: A module with modules inside to which ``fully_shard`` was applied.
-        memory: Name of a memory backend: ``"auto"``, ``"nccl"``, ``"shm"``, ...
+        memory: Name of a memory backend: ``"auto"``, ``"nccl"``, ``"cuda"``, ``"shm"``, ... On
+            devices ``"auto"`` is ``"nccl"``, or ``"cuda"`` if the groups are on several hosts and
+            only two levels serve them.
         choose: How the algorithms of collectives are chosen. ``"measure"``: each collective runs by
             the algorithm that was fastest in a short measurement at its real size, when the plan is
             made; see `Choice`. ``"placed"``, also called ``"symmetric"``: all run in symmetric
