@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 
@@ -18,8 +19,6 @@ from symmplan.memory.topology import Topology
 
 def _on_hosts(rank, size):
     """Two ranks on each host."""
-    import os
-
     os.environ["NCCL_HOSTID"] = f"host {rank // 2}"
 
 
@@ -210,6 +209,21 @@ def _meshes():
     return {"flat": dist.group.WORLD, "near": near[rank // 2], "across": across[rank % 2]}
 
 
+def _put_devices(stack, number):
+    """Let this rank have a device, on a host of that number."""
+    from unittest import mock
+
+    from symmplan.memory import topology
+    from symmplan.process import PROCESS
+
+    facts = {"host": f"host {number}", "device": "cuda", "uuid": f"GPU {os.getpid()}"}
+    facts |= {"blocked": [], "fabric": "", "multicast": False, "copy_engines": True}
+    facts |= {"nccl": [2, 28, 9]}
+    PROCESS.topologies.clear()
+    stack.callback(PROCESS.topologies.clear)
+    stack.enter_context(mock.patch.object(topology, "facts_of", return_value=facts))
+
+
 def _agreed(rank, size, of_ranks, memories, taken, hosts):
     """What memory a program gets, twice; its rounds; who asks later what its groups are.
 
@@ -226,15 +240,10 @@ def _agreed(rank, size, of_ranks, memories, taken, hosts):
     from symmplan.coordination.exchange import Exchange
     from symmplan.errors import AgreementError
     from symmplan.memory import topology
-    from symmplan.process import PROCESS
     from symmplan.runtime.options import Options
     from symmplan.runtime.prepare import Preparation
 
-    facts = {"host": f"host {rank * hosts // size}", "device": "cuda", "uuid": f"GPU {rank}"}
-    facts |= {"blocked": [], "fabric": "", "multicast": False, "copy_engines": True}
-    facts |= {"nccl": [2, 28, 9]}
     meshes = _meshes()
-    PROCESS.topologies.clear()
     groups = {name: meshes[name] for name in of_ranks[rank]}
     rounds, round_ = [], Exchange.round
 
@@ -247,7 +256,7 @@ def _agreed(rank, size, of_ranks, memories, taken, hosts):
 
     with contextlib.ExitStack() as stack:
         _Allocator("NCCL" if rank == taken else "CUDA").put(stack)
-        stack.enter_context(mock.patch.object(topology, "facts_of", return_value=facts))
+        _put_devices(stack, rank * hosts // size)
         stack.enter_context(mock.patch.object(Exchange, "round", noted))
         stack.enter_context(mock.patch.object(torch.cuda, "is_available", return_value=True))
         preparation = Preparation(Options(memory=memories[rank], timeout=20.0), "it", "it")
@@ -306,6 +315,36 @@ def test_ranks_that_name_another_memory_than_auto_is_hear_of_it(four):
     for option, values, _ in four.run(_agreed, _FLAT, ["auto", "auto", "nccl", "auto"], None, 2):
         assert option == "memory"
         assert values == ("auto", "nccl")
+
+
+def _examined(rank, size, hosts):
+    """What ``symmplan doctor --group`` says without trying anything."""
+    import contextlib
+    from unittest import mock
+
+    from symmplan.cli import group
+
+    with contextlib.ExitStack() as stack:
+        _Allocator().put(stack)
+        _put_devices(stack, rank * hosts // size)
+        stack.enter_context(mock.patch.object(group, "_tried", return_value={}))
+        found = group._examined(CUDA)
+    return None if found is None else group.render(found).splitlines()[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+@pytest.mark.parametrize(
+    ("hosts", "what"),
+    [
+        (1, "4 ranks on one host, cuda, memory 'nccl'"),
+        (2, "4 ranks on 2 hosts without NVLink between them, cuda, memory 'cuda'"),
+    ],
+)
+def test_a_doctor_says_what_auto_is(four, hosts, what):
+    first, *others = four.run(_examined, hosts)
+    assert first.startswith(what)
+    assert others == [None] * 3
 
 
 def _named(rank, size):
