@@ -125,7 +125,7 @@ class Process:
     ranks: WeakKeyDictionary[Any, int] = field(factory=WeakKeyDictionary, metadata=_INHERITED)
     #: ``{group: its ranks' ProcessIdentity}``: written and read by `Exchange`.
     members: WeakKeyDictionary[Any, tuple[Any, ...]] = field(factory=WeakKeyDictionary)
-    #: ``{group: {kind of device: Topology}}``: written and read by `survey`.
+    #: ``{group: {kind of device: Topology}}``: written by `learn`, read by `survey` and `known`.
     topologies: WeakKeyDictionary[Any, dict[str, Any]] = field(factory=WeakKeyDictionary)
     #: ``{group: its Engines, or None}``, and ``{ranks: Engines}`` as they were made: written and
     #: read by `engines_of`.
