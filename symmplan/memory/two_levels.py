@@ -8,8 +8,10 @@ Both levels overlap, piece by piece: pieces from other hosts are passed on while
 [Note: sums over hosts]
     First each rank sums, over the ranks of its host in their order, its own part and the parts of
     all its counterparts. Then the sums of the hosts are added, in the order of their first ranks.
-    Types narrower than float32 are summed in float32, cross the network in float32, and are rounded
-    once.
+    Types narrower than float32 are summed in float32. What crosses the network is rounded once for
+    it, so that a number takes no more bytes there than in the program; the sum of this rank's own
+    host is not. The result is rounded once. Averages are averages within each host already, as the
+    sums of many ranks may be too large for the type.
 """
 
 from __future__ import annotations
@@ -147,14 +149,20 @@ def _reduce(
     narrow = like.dtype.is_floating_point and like.dtype.itemsize < 4
     wide = torch.float32 if narrow else like.dtype
     size = max(high - low for low, high in spans) // like.element_size()
-    shape = (len(spans), size)
-    here, received = (torch.zeros(shape, dtype=wide, device=like.device) for _ in range(2))
-    within = "sum" if reduction == "avg" else reduction
-    for row, (low, high) in zip(here, spans, strict=True):
+    sums = torch.zeros((len(spans), size), dtype=wide, device=like.device)
+    within = "sum" if reduction == "avg" and not narrow else reduction
+    for row, (low, high) in zip(sums, spans, strict=True):
         parts = parts_of(levels.near_peers, call.offset, low, high, like)
         reduce_into([row[: parts[0].numel()]], parts, within)
-    levels.wait(levels.counterparts.exchange(received, here))
-    reduce_into([out], [row[: out.numel()] for row in received], reduction, ranks=call.size)
+    sent = sums.to(like.dtype)
+    received = torch.empty_like(sent)
+    levels.wait(levels.counterparts.exchange(received, sent))
+    rows, ranks = list(received), call.size
+    if narrow:
+        own = levels.counterparts.ranks.index(call.rank)
+        rows = [row if i == own else row.copy_(received[i]) for i, row in enumerate(sums)]
+        ranks = len(rows)
+    reduce_into([out], [row[: out.numel()] for row in rows], reduction, ranks=ranks)
 
 
 def _cut(nbytes: int) -> list[tuple[int, int]]:

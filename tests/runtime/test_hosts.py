@@ -243,39 +243,74 @@ def test_two_levels_are_measured_in_a_graph(pool):
         assert measured == [["ordinary", "two-level"]]
 
 
-def _narrow(rank, size):
-    """Sums of bfloat16 over hosts, and the exact sums rounded once."""
+def _narrow(rank, size, dtype):
+    """This rank's host, sums of narrow numbers, all inputs, and the bytes that crossed."""
     import torch.distributed as dist
 
     import symmplan
+    from symmplan.coordination.groups import host
+    from symmplan.memory.counterparts import Counterparts
 
     group = dist.group.WORLD.group_name
     backend = symmplan.backend(inner="eager", choose="placed", timeout=30.0)
     torch._dynamo.reset()
+    sent, exchange = [], Counterparts.exchange
+
+    def counted(self, output, source, **parts):
+        sent.append(source.nbytes)
+        return exchange(self, output, source, **parts)
 
     def program(x):
-        return F.wait_tensor(F.reduce_scatter_tensor(x, "sum", size, group)), F.wait_tensor(
-            F.all_reduce(x, "avg", group)
-        )
+        scattered = F.wait_tensor(F.reduce_scatter_tensor(x, "sum", size, group))
+        mean = F.wait_tensor(F.reduce_scatter_tensor(x, "avg", size, group))
+        return scattered, mean, F.wait_tensor(F.all_reduce(x, "avg", group))
 
     run = torch.compile(program, backend=backend, fullgraph=True)
+    large = 6000 if dtype == torch.float16 else 1  # sums of some hosts are too large for it
     inputs = [
-        torch.randn(size * 33, generator=torch.Generator().manual_seed(r)).to(torch.bfloat16)
+        (torch.randn(size * 2111, generator=torch.Generator().manual_seed(r)) + 5).to(dtype) * large
         for r in range(size)
     ]
-    exact = sum(x.double() for x in inputs)
-    part, mean = run(inputs[rank])
-    placed = backend.stats.placed
-    backend.release()
-    want = exact.to(torch.bfloat16).view(size, -1)[rank], (exact / size).to(torch.bfloat16)
-    return torch.equal(part, want[0]), torch.equal(mean, want[1]), placed
+    inputs[size // 2 :] = [-x / 2 for x in inputs[size // 2 :]]
+    Counterparts.exchange = counted
+    try:
+        got = run(inputs[rank])
+    finally:
+        Counterparts.exchange = exchange
+        placed = backend.stats.placed
+        backend.release()
+    return host(), [x.double() for x in got], [x.double() for x in inputs], sent, placed
 
 
-def test_narrow_sums_are_rounded_once(pool):
-    for part, mean, placed in pool.run(_narrow):
-        assert part
-        assert mean
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_narrow_sums_are_rounded_for_the_network_and_at_the_end(pool, dtype):
+    found = pool.run(_narrow, dtype)
+    hosts, size = [host for host, *_ in found], len(found)
+    count = len(set(hosts))
+    for rank, (mine, got, inputs, sent, placed) in enumerate(found):
         assert placed > 0
+        sums = {
+            host: sum(x for x, of in zip(inputs, hosts, strict=True) if of == host)
+            for host in hosts
+        }
+        rounded = {h: x if h == mine else x.to(dtype).double() for h, x in sums.items()}
+        if dtype != torch.float16:  # whose sums are too large, but their averages are not
+            total = sum(rounded.values()).to(dtype).double()
+            assert torch.equal(got[0], total.view(size, -1)[rank])
+        means = {h: x / hosts.count(h) for h, x in sums.items()}
+        sent_means = [x if h == mine else x.to(dtype).double() for h, x in means.items()]
+        mean = (sum(sent_means) / count).to(dtype).double()
+        assert torch.equal(got[1], mean.view(size, -1)[rank])
+        # Of an all-reduce any host may have summed an element.
+        exact, half = sum(inputs) / size, torch.finfo(dtype).eps / 2
+        error = half * (exact.abs() + sum(x.abs() for x in means.values()) / count)
+        assert bool(((got[2] - exact).abs() <= 1.01 * error).all())
+        assert all(torch.equal(got[2], other) for _, (*_, other), *_ in found)
+        # Of each number each host sends one, of two bytes; shares are rounded to cache lines.
+        needed = 2 * inputs[0].numel() * count // size
+        assert sent[:2] == [needed] * 2
+        assert len(sent) == 3
+        assert sent[2] <= needed + 64 * (count + 1)
 
 
 def _crossed(rank, size):
