@@ -94,6 +94,15 @@ class Recorded:
     stream: str = MAIN  # name of the stream that was current
 
 
+def _end(*written: torch.Tensor) -> torch.cuda.Event | None:
+    """What another stream waits for when it waits for what ran on this one; None on the CPU."""
+    if not any(tensor.is_cuda for tensor in written):
+        return None
+    done = torch.cuda.Event()
+    done.record()
+    return done
+
+
 class Recorder(TorchDispatchMode):
     """Writes down what runs while it is active.
 
@@ -140,7 +149,8 @@ class Recorder(TorchDispatchMode):
         self._is_program = is_program
         self.timeline = Timeline(streams)
         self._inside = contextlib.ExitStack()
-        self._works: dict[int, str] = {}  # storage of a pending result -> its mark
+        #: ``{storage of a pending result: its mark, and the event behind it on a device}``.
+        self._works: dict[int, tuple[str, torch.cuda.Event | None]] = {}
         self._handles: list[Any] = []  # the Python halves of works that the program got
         self._storages: dict[int, Storage] = {}
         self._watches: dict[int, Any] = {}
@@ -182,17 +192,19 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "c10d":
             return self._c10d(func, spec, form, args, kwargs, result)
         if func._schema.name == "_c10d_functional::wait_tensor":
-            mark = self._works.pop(storage_key(args[0]), None)
+            mark, done = self._works.pop(storage_key(args[0]), (None, None))
             if mark is not None:
                 self.timeline.wait(mark)
+            if done is not None:
+                done.wait()
         node = self._node(func, given, result)
         if spec is not None:
             named = {name: stand_in(x, f"kwargs[{name!r}]") for name, x in kwargs.items()}
             self._call(node, func, Functional(func, stand_in(args), named), args, kwargs)
             if spec.asynchronous:
-                mark = self.timeline.record()
-                tensors = (x for x in tree_leaves(result) if is_tensor(x))
-                self._works.update((storage_key(tensor), mark) for tensor in tensors)
+                tensors = [x for x in tree_leaves(result) if is_tensor(x)]
+                end = self.timeline.record(), _end(*tensors)
+                self._works.update((storage_key(tensor), end) for tensor in tensors)
         return result
 
     def _c10d(
@@ -216,14 +228,15 @@ class Recorder(TorchDispatchMode):
         if not form.asynchronous:
             self._wait(node, form.written)
             return result
-        mark = self.timeline.record()
+        mark, done = self.timeline.record(), _end(form.written)
 
         def waited() -> None:
             if not self._closed:
                 self.timeline.wait(mark)
                 self._wait(node, form.written)
 
-        handle, boxed = works.watched_work(None, waited, form.written)
+        work = None if done is None else works.queued_work(done, form.written)
+        handle, boxed = works.watched_work(work, waited, form.written)
         self._handles.append(handle)
         return form.results(boxed)
 

@@ -28,8 +28,8 @@ class HeldSegment:
             engines.
         users: Its users, sorted: ``"compiled graphs"``, their ``"pinned inputs"``,
             ``"eager session"``, ``"recording"``, ``"FSDP2"``, ``"expert parallel"``,
-            ``"measurement"``, or the name passed to `symmplan.memory.realize`. Empty if the
-            segment is in the segment cache.
+            ``"measurement"``, the ``"epoch counters"`` of compiled graphs on devices, or the name
+            passed to `symmplan.memory.realize`. Empty if the segment is in the segment cache.
     """
 
     name: str

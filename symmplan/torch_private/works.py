@@ -70,12 +70,13 @@ class _Watched(dist.Work):
 
     def get_future(self) -> Any:
         """A future. Who waits for it cannot be seen."""
-        work = self._work
+        work, written = self._work, self._written
         if work is not None:
             self.wait()
-            return work.get_future()
+            if not isinstance(work, _Queued):
+                return work.get_future()
         future: Any = torch.futures.Future()
-        future.set_result([self._written])
+        future.set_result([written])
         self._waited = None
         return future
 

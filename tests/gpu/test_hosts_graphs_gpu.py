@@ -101,12 +101,13 @@ def test_graphs_in_two_levels(four, inner):
         assert ONE_HOST in reasons  # of the broadcast
 
 
-def _sessions(rank, size, asynchronous):
+def _sessions(rank, size, how):
     """Calls of ``torch.distributed`` on one stream that are waited for on another."""
     import torch.distributed as dist
 
     import symmplan
 
+    group = dist.group.WORLD.group_name
     wrong, side = [], torch.cuda.Stream()
     with symmplan.eager(memory="cuda", choose="placed", timeout=120.0) as session:
 
@@ -116,17 +117,25 @@ def _sessions(rank, size, asynchronous):
             x, y = _given(rank, size, step)
             whole = torch.full((512 * size, 256), -1.0, device="cuda")
             part, total = torch.empty(512, 256, device="cuda"), x * 3
-            works = [
-                dist.all_gather_into_tensor(whole, x, async_op=asynchronous),
-                dist.reduce_scatter_tensor(part, y, async_op=asynchronous),
-                dist.all_reduce(total, async_op=asynchronous),
-            ]
-            if not asynchronous:
+            works = []
+            if how == "functional":
+                whole = F.all_gather_into_tensor(x, size, group)
+                part = F.reduce_scatter_tensor(y, "sum", size, group)
+                total = F.all_reduce(total, "sum", group)
+            else:
+                works = [
+                    dist.reduce_scatter_tensor(part, y, async_op=how != "blocking"),
+                    dist.all_reduce(total, async_op=how != "blocking"),
+                    dist.all_gather_into_tensor(whole, x, async_op=how != "blocking"),
+                ]
+            if how == "blocking":
                 side.wait_stream(main)
             with torch.cuda.stream(side):
-                for work in works[1:] + works[:1]:
-                    if work is not None:
-                        work.wait()
+                for work in works:
+                    if how != "blocking":
+                        (work if how == "wait" else work.get_future()).wait()
+                if how == "functional":
+                    whole, part, total = map(F.wait_tensor, (whole, part, total))
                 found = whole + 1, part * 2, total - 1
             main.wait_stream(side)
             every = [_given(r, size, step) for r in range(size)]
@@ -148,9 +157,9 @@ def _sessions(rank, size, asynchronous):
         return wrong, session.stats.served, ran
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_sessions_in_two_levels(four, asynchronous):
-    for wrong, served, ran in four.run(_sessions, asynchronous):
+@pytest.mark.parametrize("how", ["blocking", "wait", "future", "functional"])
+def test_sessions_in_two_levels(four, how):
+    for wrong, served, ran in four.run(_sessions, how):
         assert not wrong
         assert served >= 5 * 3
         assert ran == [("two-level", "two-level")]

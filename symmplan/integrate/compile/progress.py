@@ -320,9 +320,9 @@ def _make(group: Group, timeout: float) -> Arena | None:
         operations=(Operation("look"),),
         accesses=(Access("look", "epochs"),),
     )
-    groups = {group.name: group.process_group}
+    plan, groups = plan_problem(problem), {group.name: group.process_group}
     try:
-        return realize(plan_problem(problem), memory="shm", groups=groups, timeout=timeout)
+        return realize(plan, memory="shm", groups=groups, timeout=timeout, user="epoch counters")
     except _UNHAD as error:  # on all ranks; the program needs none
         LOG.info("no shared memory to see peers in: %s", error)
         return None
