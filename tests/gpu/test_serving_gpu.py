@@ -73,7 +73,8 @@ def _serve(rank, world, choose, inner):
     return {
         "rendezvous": (before.rendezvous, after.rendezvous),
         "placed": after.placed,
-        "segments": len(held),
+        "held": held,
+        "segments": sum(segment.users != ("epoch counters",) for segment in held),
         "same": same,
         "grown": grown,
     }
