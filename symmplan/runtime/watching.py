@@ -212,12 +212,8 @@ class Watching(TorchDispatchMode):
         else:
             op, bound = func, bind_arguments(func, args, kwargs)
         group = _group_of(bound)
-        ranks = c10d.group_ranks(group)
+        ranks, touches = c10d.group_ranks(group), []
         others = tuple(r for r in ranks if r != torch.distributed.get_rank())
-        synchronizes = _who_synchronizes(op, bound, ranks, others)
-        pending = _Pending(
-            group, [(d, d.start(group)) for d in PROCESS.detectors], others, synchronizes
-        )
         unknown = func.namespace == "c10d" and form is None  # its schema says nothing of writes
         for argument in op._schema.arguments:
             info = argument.alias_info
@@ -225,7 +221,11 @@ class Watching(TorchDispatchMode):
             for tensor in _tensors(bound.get(argument.name)):
                 touched = touch(tensor, write=writes, op=func._schema.name, lasting=True)
                 if touched is not None:
-                    pending.touches.append(touched)
+                    touches.append(touched)
+        # Only now: who finds a race never starts.
+        numbers = [(d, d.start(group)) for d in PROCESS.detectors]
+        synchronizes = _who_synchronizes(op, bound, ranks, others)
+        pending = _Pending(group, numbers, others, synchronizes, touches)
         for segment, access in pending.touches:
             segment.begin(access)
         return pending

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import time
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -177,6 +179,53 @@ def test_what_does_not_meet_does_not_order(pool, between):
     found = pool.run(_one_sided, between)
     assert ["aten::clone", "aten::fill_"] in found
     assert None not in found  # the others hear of it
+
+
+def _at_its_start(rank, world_size):
+    """The last rank passes the first one's bytes, slowly, to a collective for which others wait."""
+    import torch.distributed as dist
+
+    import symmplan
+    from symmplan.memory import realize
+    from symmplan.memory.races import RaceDetector
+    from symmplan.runtime.watching import Watching
+
+    name = dist.group.WORLD.group_name
+    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=10))
+    problem = symmplan.Problem(
+        buffers=[Buffer("x", 64, name)],
+        operations=[Operation("op", group=name, handshake=True, release=True)],
+        accesses=[Access("op", "x", write=True, remote=True)],
+    )
+    start, last = RaceDetector.start, rank == world_size - 1
+
+    def late(*args):
+        number = start(*args)
+        time.sleep(0.5)
+        return number
+
+    with realize(symmplan.plan(problem), memory="shm", timeout=20.0, debug=True) as arena:
+        x = arena.tensor("x", torch.float32)
+        placed = symmplan.placed.handle(x)
+        RaceDetector.start = late if last else start
+        try:
+            with Watching(20.0):
+                x.fill_(rank)
+            dist.barrier()  # which nobody sees
+            with Watching(20.0):
+                given = placed.peer(0) if last else torch.ones(16)
+                ops = torch.ops._c10d_functional
+                ops.wait_tensor(ops.all_reduce(given, "sum", group.group_name))
+        except symmplan.errors.RaceError as error:
+            return sorted(a.op for a in error.accesses)
+        finally:
+            RaceDetector.start = start
+            dist.barrier()
+
+
+def test_nobody_waits_for_a_rank_that_finds_a_race_in_what_it_is_about_to_start(pool):
+    found = pool.run(_at_its_start)
+    assert found == [["_c10d_functional::all_reduce", "aten::fill_"]] * 3
 
 
 def _before_its_wait(rank, world_size):
