@@ -144,7 +144,7 @@ def in_order_of_ranks():
 
     Which order torch's collectives take is open, and shows in the last bits of more than two
     summands. Types narrower than float32 are summed in it and rounded once. On several hosts those
-    of each are summed first.
+    of each are summed first, and rounded for the network.
     """
 
     names = [n for n in ("reduce_scatter_tensor", "reduce_scatter_single") if hasattr(dist, n)]
@@ -155,15 +155,21 @@ def in_order_of_ranks():
         rows = input.new_empty(ranks * input.numel())
         gather(rows, input.contiguous().view(-1), group=group)
         mine = rows.view(ranks, ranks, -1)[:, rank].float()
-        there = {}
-        for row, host in zip(mine, _hosts(group or dist.group.WORLD), strict=True):
+        there, hosts = {}, _hosts(group or dist.group.WORLD)
+        for row, host in zip(mine, hosts, strict=True):
             there[host] = there[host] + row if host in there else row
+        of = ranks
+        if len(there) > 1 and input.element_size() < 4:
+            if op == dist.ReduceOp.AVG:
+                there, of = {h: x / hosts.count(h) for h, x in there.items()}, len(there)
+            rounded = {h: x.to(input.dtype).float() for h, x in there.items()}
+            there = {**there, **rounded, hosts[rank]: there[hosts[rank]]}
         first, *others = there.values()
         for other in others:
             first = first + other
         factor = premul_factor(op)
         if op == dist.ReduceOp.AVG:
-            first = first / ranks
+            first = first / of
         elif factor is not None:
             first = first * factor
         output.view(-1).copy_(first)
