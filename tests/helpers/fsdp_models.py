@@ -298,8 +298,10 @@ def check(results, *, plain=0, copies=0, replans=0, rendezvous=1, divergences=0)
             assert wanted is None or stats[name] == wanted, (name, stats)
         peak, bound, _ = result["bytes"]
         assert peak == bound
-    first = results[0]["stats"]
-    assert all(r["stats"] == first for r in results)
+    first, *others = (result["stats"] for result in results)
+    for other in others:
+        apart = {n: (x, other[n]) for n, x in first.items() if x != other[n]}
+        assert apart.keys() <= {"bytes_beyond_segments", "beyond_segments"}, apart  # measured
     return first
 
 
