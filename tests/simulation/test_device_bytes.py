@@ -117,10 +117,11 @@ def test_a_device_never_has_more_than_without(config, dim):
 def test_a_tiny_batch_keeps_its_pushes_for_hardly_more_bytes():
     """A rank's part of the gradients is there while they are pushed; FSDP2 makes it later."""
     report = symmplan.simulate(functools.partial(trained, 3, 4, None, 1), ranks=64)
-    without = report.device_bytes_without
-    assert without < report.device_bytes <= without * 1.02
+    assert report.device_bytes <= report.device_bytes_without * 1.02
     found = {(c.op, c.algorithm) for c in report.collectives if c.nbytes > 1 << 20}
-    assert found == {("all_gather", "copy engine"), ("reduce_scatter", "shared push")}
+    pushes = {("reduce_scatter", "push"), ("reduce_scatter", "shared push")}
+    assert found - pushes == {("all_gather", "copy engine")}
+    assert found & pushes
 
 
 def test_gradients_that_are_pushed_count_once():
