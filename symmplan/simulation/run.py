@@ -243,16 +243,21 @@ def _report(
 
 
 def _collective(
-    call: SimulatedCall, algorithm: AlgorithmName, world: World, machine: Links | None
+    call: SimulatedCall,
+    algorithm: AlgorithmName,
+    levels: bool,
+    world: World,
+    machine: Links | None,
 ) -> Collective:
     """One that ran."""
-    span = _span(call, world)
-    seconds = {} if machine is None else seconds_of(call, algorithm, span, machine)
+    span, seconds = _span(call, world), {}
+    if machine is not None:
+        seconds = seconds_of(call, algorithm, span, machine, levels=levels)
     return Collective(call.op, 1, call.nbytes, call.group, span.ranks, algorithm, seconds)
 
 
-def _algorithms(ran: Ran) -> Iterator[tuple[SimulatedCall, AlgorithmName]]:
-    """How each collective that ran does so, in their order."""
+def _algorithms(ran: Ran) -> Iterator[tuple[SimulatedCall, AlgorithmName, bool]]:
+    """How each collective that ran does so, in their order, and whether two levels are possible."""
     world = ran.world
     table = None if world.choices is None else read_table(world.choices)
     for planner, known_by, call in ran.calls:
@@ -263,16 +268,10 @@ def _algorithms(ran: Ran) -> Iterator[tuple[SimulatedCall, AlgorithmName]]:
             size = group_by_name(call.group).size()
             algorithm = ruled(table, call.op, size, call.nbytes, world.memory)[0]
             algorithm = "symmetric" if algorithm == "ordinary" else algorithm
-        yield call, _in_levels(call, algorithm, world)
-
-
-def _in_levels(call: SimulatedCall, algorithm: AlgorithmName, world: World) -> AlgorithmName:
-    """How a collective runs, with the hosts of its group."""
-    if algorithm not in ("symmetric", *PUSHES) or not simulated(
-        group_by_name(call.group)
-    ).two_levels(world.memory):
-        return algorithm
-    return "two-level"
+        levels = simulated(group_by_name(call.group)).two_levels(world.memory)
+        if levels and algorithm in ("symmetric", *PUSHES):
+            algorithm = "two-level"
+        yield call, algorithm, levels and (planner is not None or algorithm != "ordinary")
 
 
 def _span(call: SimulatedCall, world: World) -> Span:

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Collective", "Exposure", "Ran", "Times", "predicted", "seconds_of"]
 
-#: Algorithms of collectives within one domain, and over several.
+#: Algorithms of collectives within one domain.
 _WITHIN: tuple[AlgorithmName, ...] = ("ordinary", "symmetric", "copy engine", "push")
-_OVER: tuple[AlgorithmName, ...] = ("ordinary", "two-level")
 _GATHER, _REDUCE = "all_gather", "reduce_scatter"  # FSDP2's
 
 
@@ -132,15 +131,27 @@ class Ran:
 
 
 def seconds_of(
-    call: SimulatedCall, algorithm: AlgorithmName, span: Span, machine: Links
+    call: SimulatedCall,
+    algorithm: AlgorithmName,
+    span: Span,
+    machine: Links,
+    *,
+    levels: bool = False,
 ) -> dict[str, float]:
     """``{algorithm: seconds}`` of those that a collective may have, of its own first.
 
-    What stays ordinary in the plan has nothing else.
+    What stays ordinary in the plan has nothing else, but for two levels, which nobody measured.
+
+    Args:
+        call: The collective.
+        algorithm: Its own.
+        span: Where its ranks are.
+        machine: Its links.
+        levels: Whether it could run in two levels.
     """
-    of = _WITHIN if span.domains == 1 else _OVER
-    others = () if algorithm == "ordinary" else (a for a in of if a != algorithm)
-    return {a: machine.seconds(call.op, call.nbytes, span, a) for a in (algorithm, *others)}
+    within = span.domains == 1 and algorithm != "ordinary"
+    of = ("ordinary", "two-level") if levels else _WITHIN if within else ("ordinary",)
+    return {a: machine.seconds(call.op, call.nbytes, span, a) for a in (algorithm, *of)}
 
 
 @frozen
@@ -168,7 +179,7 @@ def predicted(machine: Links, ran: Ran, collectives: Sequence[Collective]) -> Ti
 
         return ran.exposure(machine.flops, took)
 
-    occur = dict.fromkeys(collective.algorithm for collective in collectives)
-    return Times(
-        machine, exposure(""), {a: exposure(a) for a in dict.fromkeys(("ordinary", *occur))}
-    )
+    occur = [collective.algorithm for collective in collectives]
+    could = [a for one in collectives if one.algorithm == "ordinary" for a in one.seconds]
+    every = dict.fromkeys(("ordinary", *occur, *could))
+    return Times(machine, exposure(""), {a: exposure(a) for a in every})

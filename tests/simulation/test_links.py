@@ -161,6 +161,21 @@ def _trained():
     model(torch.ones(64, 1024)).sum().backward()
 
 
+def test_what_is_ordinary_as_nobody_measured_it_has_the_times_of_two_levels():
+    report = simulate(_trained, ranks=8, ranks_per_host=4, links="dgx-h100")
+    assert report.memory == "cuda"
+    for one in report.collectives:
+        assert [*one.seconds] == ["ordinary", "two-level"]
+        assert one.algorithm == "ordinary"
+    assert {*report.times.forced} == {"ordinary", "two-level"}
+    assert report.times.forced["two-level"] != report.times.planned
+    for how in ({"ranks_per_host": 4, "memory": "nccl"}, {"ranks_per_host": 1}):
+        report = simulate(_trained, ranks=8, links="dgx-h100", **how)
+        assert {a for one in report.collectives for a in one.seconds} == {"ordinary"}
+    report = simulate(_trained, ranks=8, ranks_per_host=4, memory="nvshmem", links="dgx-h100")
+    assert "two-level" not in {a for one in report.collectives for a in one.seconds}
+
+
 def test_a_report_has_the_times_of_each_algorithm():
     report = simulate(_trained, ranks=8, ranks_per_host=4, memory="shm", links="dgx-h100")
     (gather,) = [c for c in report.collectives if c.op == GATHER]
