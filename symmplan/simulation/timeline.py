@@ -149,9 +149,12 @@ def seconds_of(
         machine: Its links.
         levels: Whether it could run in two levels.
     """
-    within = span.domains == 1 and algorithm != "ordinary"
-    of = ("ordinary", "two-level") if levels else _WITHIN if within else ("ordinary",)
-    return {a: machine.seconds(call.op, call.nbytes, span, a) for a in (algorithm, *of)}
+    others: tuple[AlgorithmName, ...] = ("ordinary",)
+    if levels:
+        others = ("ordinary", "two-level")
+    elif span.domains == 1 and algorithm != "ordinary":
+        others = _WITHIN
+    return {a: machine.seconds(call.op, call.nbytes, span, a) for a in (algorithm, *others)}
 
 
 @frozen
