@@ -2,9 +2,9 @@
 
     SHARE_DEVICE=1 python -m pytest -m gpu tests/gpu/test_fsdp_programs_gpu.py
 
-lets all ranks run on one device: streams, events and graphs of CUDA are real, peers are reached by
-CUDA's own mappings (memory="cuda"), and NCCL takes each rank for a host of its own. What asks for
-memory="nccl" or for copy engines fails there.
+lets ranks share the devices that there are: streams, events and graphs of CUDA are real, peers are
+reached by CUDA's own mappings (memory="cuda"), and NCCL takes ranks of one device for different
+hosts. What asks for memory="nccl" or for copy engines fails there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 import torch
 from ranks import RankPool
 
-#: Whether ranks share the first device.
+#: Whether ranks share devices.
 SHARED = os.environ.get("SHARE_DEVICE") == "1"
 
 
@@ -60,20 +60,28 @@ def pool_on(*counts, scope="module", **options):
 
 
 def share_device(rank, world, folder):
-    """Ranks meet over NCCL on the first device."""
+    """Ranks meet over NCCL, on one device after the other.
+
+    NCCL refuses two ranks of one host on one device. Where there are several devices, a host that
+    a test has given a rank is its host for NCCL, too.
+    """
     import torch.distributed as dist
 
     from symmplan.memory import torch_symm
 
+    devices, host = torch.cuda.device_count(), os.environ.get("NCCL_HOSTID")
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     os.environ["NCCL_IB_DISABLE"] = "1"
-    os.environ["NCCL_HOSTID"] = str(rank)  # NCCL refuses two ranks of one host on one device
-    torch.cuda.set_device(0)
+    if devices == 1 or host is None:
+        os.environ["NCCL_HOSTID"] = f"sharing {rank // devices}"
+    torch.cuda.set_device(rank % devices)
     torch.cuda.set_device = lambda _: None  # programs set the one of their rank
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world)
     dist.all_reduce(torch.ones(1, device="cuda"))
-    del os.environ["NCCL_HOSTID"]  # which NCCL has read; all ranks are on this host
+    del os.environ["NCCL_HOSTID"]  # which NCCL has read
+    if host is not None:
+        os.environ["NCCL_HOSTID"] = host
     torch_symm.serves_nccl = torch_symm.has_windows = lambda _: False
 
 

@@ -1,7 +1,7 @@
 """Rows of experts of devices on several hosts, in two levels: two hosts of two by NCCL_HOSTID.
 
 python -m pytest -m gpu tests/gpu/test_hosts_experts_gpu.py                 # four devices
-SHARE_DEVICE=1 python -m pytest -m gpu tests/gpu/test_hosts_experts_gpu.py  # four ranks on one
+SHARE_DEVICE=1 python -m pytest -m gpu tests/gpu/test_hosts_experts_gpu.py  # four ranks on fewer
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Groups of devices on several hosts, in two levels: two hosts of two by NCCL_HOSTID.
 
     python -m pytest -m gpu tests/gpu/test_hosts_gpu.py                 # four devices
-    SHARE_DEVICE=1 python -m pytest -m gpu tests/gpu/test_hosts_gpu.py  # four ranks on one
+    SHARE_DEVICE=1 python -m pytest -m gpu tests/gpu/test_hosts_gpu.py  # four ranks on fewer
 
 NCCL takes them for hosts, and keeps off NVLink between them.
 """

@@ -1,7 +1,7 @@
 """Compiled graphs and eager sessions of devices on several hosts, in two levels.
 
 python -m pytest -m gpu tests/gpu/test_hosts_graphs_gpu.py                 # four devices
-SHARE_DEVICE=1 python -m pytest -m gpu tests/gpu/test_hosts_graphs_gpu.py  # four ranks on one
+SHARE_DEVICE=1 python -m pytest -m gpu tests/gpu/test_hosts_graphs_gpu.py  # four ranks on fewer
 """
 
 from __future__ import annotations

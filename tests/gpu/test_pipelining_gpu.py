@@ -90,7 +90,7 @@ def _beside(rank, world):
         accesses=(Access("all", "in", write=True), Access("all", "out", write=True)),
     )
     memory = "cuda" if SHARED else "nccl"
-    device = torch.device("cuda", 0 if SHARED else rank)
+    device = torch.device("cuda", torch.cuda.current_device())
     arena = realize(symmplan.plan(problem), memory=memory, device=device)
     given, out = (arena.tensor(name).view(torch.float32) for name in ("in", "out"))
     x = torch.randn(4096, 4096, device="cuda")
