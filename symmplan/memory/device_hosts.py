@@ -47,8 +47,8 @@ class DeviceCounterparts:
         device: This rank's.
 
     Attributes:
-        near: The same.
-        ranks: The same.
+        near: The same, in the order of the process group that is made of them.
+        ranks: Likewise.
         here: The process group of the ranks of this host.
 
     Collective: yes, over ``group``.
@@ -57,8 +57,11 @@ class DeviceCounterparts:
     def __init__(
         self, group: Group, near: Sequence[int], ranks: Sequence[int], device: torch.device
     ) -> None:
-        self.near, self.ranks = tuple(near), tuple(ranks)
-        members = [[group.ranks[r] for r in of] for of in (near, ranks)]
+        # Torch sorts the ranks of a new group. Counterparts come in the order of their hosts.
+        self.near, self.ranks = (
+            tuple(sorted(of, key=group.ranks.__getitem__)) for of in (near, ranks)
+        )
+        members = [[group.ranks[r] for r in of] for of in (self.near, self.ranks)]
         self.here, self._across = (
             nccl.subgroup(group.process_group, of, f"symmplan_{what}")
             for of, what in zip(members, ("host", "counterparts"), strict=True)

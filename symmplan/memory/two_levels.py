@@ -7,7 +7,8 @@ Both levels overlap, piece by piece: pieces from other hosts are passed on while
 
 [Note: sums over hosts]
     First each rank sums, over the ranks of its host in their order, its own part and the parts of
-    all its counterparts. Then the sums of the hosts are added, in the order of their first ranks.
+    all its counterparts. Then the sums of the hosts are added, in the order of the counterparts:
+    on devices that of their ranks, otherwise that of the hosts' first ranks.
     Types narrower than float32 are summed in float32. What crosses the network is rounded once for
     it, so that a number takes no more bytes there than in the program; the sum of this rank's own
     host is not. The result is rounded once. Averages are averages within each host already, as the

@@ -22,7 +22,13 @@ def _on_hosts(rank, size):
     os.environ["NCCL_HOSTID"] = f"host {rank // 2}"
 
 
+def _crosswise(rank, size):
+    """Two ranks on each host, of which the second host has those in between."""
+    os.environ["NCCL_HOSTID"] = f"host {'abba'[rank]}"
+
+
 four = pool_of(4, setup=_on_hosts, timeout=60.0)
+crosswise = pool_of(4, setup=_crosswise, timeout=60.0)
 
 
 def _collectives(rank, size, folder):
@@ -69,6 +75,14 @@ def test_collectives_of_devices_in_two_levels(four, tmp_path):
     found = four.run(_collectives, files_of(tmp_path, 4))
     assert [near for near, *_ in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert [across for _, across, *_ in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert not any(wrong for *_, wrong in found)
+
+
+@pytest.mark.ranks
+def test_counterparts_need_not_be_in_the_order_of_hosts(crosswise, tmp_path):
+    found = crosswise.run(_collectives, files_of(tmp_path, 4))
+    assert [near for near, *_ in found] == [(0, 3), (1, 2), (1, 2), (0, 3)]
+    assert [across for _, across, *_ in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert not any(wrong for *_, wrong in found)
 
 

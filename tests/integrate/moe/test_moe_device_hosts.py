@@ -25,7 +25,13 @@ def _on_hosts(rank, size, *, per_host=2, mixed=False):
     os.environ["NCCL_HOSTID"] = f"host {rank % hosts if mixed else rank // per_host}"
 
 
+def _crosswise(rank, size):
+    """Two ranks on each host, of which the second host has those in between."""
+    os.environ["NCCL_HOSTID"] = f"host {'abba'[rank]}"
+
+
 four = pool_of(4, setup=_on_hosts, timeout=60.0)
+crosswise = pool_of(4, setup=_crosswise, timeout=60.0)
 mixed = pool_of(4, setup=functools.partial(_on_hosts, mixed=True), timeout=60.0)
 six = pool_of(6, setup=_on_hosts, timeout=60.0)
 
@@ -115,6 +121,12 @@ def test_rows_of_devices_in_two_levels(four, tmp_path):
 def test_rows_of_devices_that_are_not_in_the_order_of_hosts(mixed, tmp_path):
     folder = files_of(tmp_path, 4, _NBYTES)
     assert mixed.run(_exchanged, folder, range(60, 120)) == [(120, [])] * 4
+
+
+@pytest.mark.further
+def test_rows_of_devices_whose_counterparts_are_not_in_the_order_of_hosts(crosswise, tmp_path):
+    folder = files_of(tmp_path, 4, _NBYTES)
+    assert crosswise.run(_exchanged, folder, range(60, 120)) == [(120, [])] * 4
 
 
 @pytest.mark.further
