@@ -115,6 +115,9 @@ class Process:
     #: What must not be freed while the process lives: written where that is found out, read by
     #: torch's symmetric memory, which adds nothing twice. A child has it, too.
     kept: list[Any] = field(factory=list, metadata=_INHERITED)
+    #: Whether ``memory="auto"`` is CUDA's memory on devices; else that is open, or the choice of
+    #: torch's allocator: written and read by `resolve_backend`.
+    cuda_memory: bool = False
     #: ``{cause: bytes of devices beyond segments}``: written by `counting`, read by `Stats`.
     beyond: dict[str, int] = field(factory=dict)
 

@@ -6,7 +6,10 @@
     `symmplan.memory.counterparts`. One allocator serves a process, see [Note: torch's allocators].
     So ``"auto"`` is ``"cuda"`` if NCCL's memory reaches none of the program's groups, CUDA's serves
     one of them in two levels, and torch's allocator is CUDA's. A program that has other groups
-    within a host, as HSDP does, keeps NCCL's memory.
+    within a host, as HSDP does, keeps NCCL's memory. What was decided stays so in this process:
+    torch keeps NCCL's allocator once it is chosen, and CUDA's cannot be chosen, so `PROCESS` does.
+    Otherwise a later program, or another graph of the same one, would take the allocator from a
+    plan that has not allocated yet.
 
     A rank knows its own groups and its own allocator, and the topology of its groups. Ranks that
     meet it in one group may have others. So the ranks of groups on several hosts tell each other
@@ -22,6 +25,7 @@ from symmplan.coordination.world import current
 from symmplan.errors import BackendError
 from symmplan.memory.backends import BACKENDS, check_device, misfit
 from symmplan.memory.topology import known
+from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -145,7 +149,10 @@ def _automatic(
             return "local"
         from symmplan.memory.torch_symm import serves_nccl
 
-        if all(_levels(groups, device)) if levels is None else levels:
+        if levels is None:
+            levels = all(_levels(groups, device))
+        if levels or _is_decided(device):
+            PROCESS.cuda_memory = True
             return "cuda"
         return "nccl" if serves_nccl(groups) else "cuda"
     raise misfit(
@@ -157,7 +164,12 @@ def _automatic(
 
 
 def _levels(groups: Mapping[str, Group], device: torch.device) -> tuple[bool, bool]:
-    """Whether only CUDA's memory may serve some groups; whether it serves one in two levels."""
+    """Whether only CUDA's memory may serve some groups; whether it serves one in two levels.
+
+    Both where it was decided before.
+    """
+    if _is_decided(device):
+        return True, True
     several = {name: g.process_group for name, g in groups.items() if g.size > 1}
     found = known(several, device)
     alone = len(found) == len(several) and all(of.why_not("nccl") for of in found.values())
@@ -166,3 +178,12 @@ def _levels(groups: Mapping[str, Group], device: torch.device) -> tuple[bool, bo
 
         alone = alone and serves_cuda(device)
     return alone, any(of.two_levels("cuda") for of in found.values())
+
+
+def _is_decided(device: torch.device) -> bool:
+    """Whether ``"auto"`` was CUDA's memory before, and torch's allocator still is."""
+    if current() is not None or not PROCESS.cuda_memory:
+        return False
+    from symmplan.memory.torch_symm import serves_cuda
+
+    return serves_cuda(device)

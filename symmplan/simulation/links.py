@@ -5,10 +5,12 @@
     bytes by what carries them. Torch's own way is a ring: its steps are those of NCCL's tuning
     model. In symmetric memory each rank writes to all others of its domain together, which is one
     step. In two levels counterparts exchange their part in a ring, and what has come goes on
-    within the domain meanwhile; what is summed is summed there first.
+    within the domain meanwhile; what is summed is summed there first. Rows of experts go to a
+    counterpart in one step, and on from there.
 
-    Not in it: that kernels of collectives and of products slow each other down, trees, messages so
-    small that other protocols carry them, and networks that are not as fast between all hosts.
+    Not in it: that equal rows cross once, that kernels of collectives and of products slow each
+    other down, trees, messages so small that other protocols carry them, and networks that are not
+    as fast between all hosts.
 """
 
 from __future__ import annotations
@@ -148,8 +150,11 @@ class Links:
 
     def _two_levels(self, kind: str, nbytes: int, span: Span) -> float:
         n, h, each = span.ranks, span.domains, max(1, span.each)
-        steps = (h - 1) * self.between_latency + self.within_latency
         near = nbytes * (each - 1) / each / self.within
+        if kind == "all-to-all":  # counterparts get the rows of their domain, and pass them on
+            far = nbytes * (1 - each / n) / self.between
+            return self.between_latency + self.within_latency + near + far
+        steps = (h - 1) * self.between_latency + self.within_latency
         far = nbytes / n * (h - 1) / self.between
         if kind == "all-gather":  # at the same time, but for the last part
             return steps + max(near, far) + min(near, far) / _PARTS

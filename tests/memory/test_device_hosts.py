@@ -167,7 +167,7 @@ class _ProcessGroup:
         ([], _Allocator(), "local"),
     ],
 )
-def test_auto_is_cuda_where_only_that_serves(groups, allocator, name):
+def test_auto_is_cuda_where_only_that_serves(groups, allocator, name, monkeypatch):
     import contextlib
 
     from symmplan.coordination.groups import Group
@@ -180,6 +180,7 @@ def test_auto_is_cuda_where_only_that_serves(groups, allocator, name):
         given[f"{number}"] = Group(f"{number}", "", size=4, process_group=process_group)
         if of is not None:
             PROCESS.topologies[process_group] = {"cuda": Topology(ranks=4, **of)}
+    monkeypatch.setattr(PROCESS, "cuda_memory", False)
     with contextlib.ExitStack() as stack:
         allocator.put(stack)
         assert resolve_backend("auto", CUDA, given).name == name
@@ -234,6 +235,7 @@ def _put_devices(stack, number):
     facts |= {"blocked": [], "fabric": "", "multicast": False, "copy_engines": True}
     facts |= {"nccl": [2, 28, 9]}
     PROCESS.topologies.clear()
+    PROCESS.cuda_memory = False
     stack.callback(PROCESS.topologies.clear)
     stack.enter_context(mock.patch.object(topology, "facts_of", return_value=facts))
 
@@ -307,6 +309,55 @@ def test_all_ranks_agree_on_what_auto_is(four, of_ranks, taken, name):
     for found, _, rounds in four.run(_agreed, of_ranks, ["auto"] * 4, taken, 2):
         assert found == [name, name]
         assert rounds[:8] == [_ONCE[0], *_LEVELS, *_ONCE[1:]]
+
+
+def _graphs(rank, size, of_ranks, one_program):
+    """What memory graphs get, each with a group; whether it is in two levels; the allocator.
+
+    Args:
+        of_ranks: Names of each rank's groups, in order.
+        one_program: Whether the graphs are of one program; else each is of its own.
+    """
+    import contextlib
+    from unittest import mock
+
+    from symmplan.memory.topology import served
+    from symmplan.runtime.options import Options
+    from symmplan.runtime.prepare import Preparation
+
+    meshes, found = _meshes(), {}
+    with contextlib.ExitStack() as stack:
+        allocator = _Allocator().put(stack)
+        _put_devices(stack, rank * 2 // size)
+        stack.enter_context(mock.patch.object(torch.cuda, "is_available", return_value=True))
+        preparation = None
+        for name in of_ranks[rank]:
+            if preparation is None or not one_program:
+                preparation = Preparation(Options(timeout=20.0), "it", "it")
+            groups = {name: meshes[name]}
+            memory = preparation.agree(CUDA, groups)
+            levels, _ = served(groups, memory, CUDA, 20.0)
+            found.setdefault(name, []).append((memory, bool(levels), preparation.reason))
+        return found, allocator.name
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("one_program", [True, False])
+def test_graphs_in_another_order_on_each_host_get_the_same_memory(four, one_program):
+    orders = ["flat", "near", "flat"], ["flat", "flat", "near"]
+    of_ranks = [orders[0], orders[0], orders[1], orders[1]]
+    if not one_program:  # where each agrees anew, which is collective
+        of_ranks = [["flat", "near", "flat"]] * 4
+    for found, allocator in four.run(_graphs, of_ranks, one_program):
+        assert found == {"flat": [("cuda", True, "")] * 2, "near": [("cuda", False, "")]}
+        assert allocator == "CUDA"
+
+
+@pytest.mark.ranks
+def test_who_has_nccl_s_memory_keeps_it(four):
+    for found, allocator in four.run(_graphs, [["near", "flat", "near"]] * 4, True):
+        assert found == {"near": [("nccl", False, "")] * 2, "flat": [("nccl", False, "")]}
+        assert allocator == "NCCL"
 
 
 @pytest.mark.ranks

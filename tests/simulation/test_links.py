@@ -44,6 +44,7 @@ EXCHANGE = "all_to_all"
         (REDUCE, "two-level", Span(4, 2, 2), 40 + 200),
         (SUM, "two-level", Span(4, 2, 2), 2 * (40 + 200)),
         (EXCHANGE, "ordinary", Span(4, 2, 2), 400),
+        (EXCHANGE, "two-level", Span(4, 2, 2), 400 + 40),
     ],
 )
 def test_bytes_pass_as_each_algorithm_sends_them(op, algorithm, span, seconds):
@@ -64,6 +65,7 @@ def test_a_ring_crosses_on_all_rails_where_there_are_some():
         (GATHER, "ordinary", Span(8, 2, 4), (6, 1)),
         (SUM, "ordinary", Span(8, 2, 4), (12, 2)),
         (GATHER, "two-level", Span(8, 4, 2), (1, 3)),
+        (EXCHANGE, "two-level", Span(8, 4, 2), (1, 1)),
     ],
 )
 def test_each_step_has_the_latency_of_what_it_goes_over(op, algorithm, span, steps):
