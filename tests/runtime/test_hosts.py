@@ -30,7 +30,7 @@ F = torch.ops._c10d_functional
 
 _LARGER = [pytest.param(shape, marks=pytest.mark.further) for shape in ((2, 2, 2), (3, 3))]
 pool = hosts_pool((2, 2), *_LARGER)
-four = hosts_pool((2, 2), setup=_setup, timeout=180.0)
+any_hosts = hosts_pool((2, 2), (2, 2, 2), (2, 1), setup=_setup, timeout=180.0)
 
 
 # ---- hosts --------------------------------------------------------------------------------------
@@ -146,32 +146,42 @@ def test_what_has_no_form_in_two_levels_is_ordinary_beside_what_has(pool):
 @pytest.mark.further
 @MANY
 @for_all(data=st.data())
-def test_random_eager_programs(four, data):
-    program = data.draw(one_sided_programs(4))
-    _check(four, _eager, program, "auto", data.draw(PAUSES), data.draw(SEEDS))
+def test_random_eager_programs(any_hosts, data):
+    program = data.draw(one_sided_programs(any_hosts.world_size))
+    _check(any_hosts, _eager, program, "auto", data.draw(PAUSES), data.draw(SEEDS))
 
 
 @pytest.mark.further
 @MANY
 @for_all(data=st.data())
-def test_random_compiled_programs(four, data):
-    program = data.draw(one_sided_programs(4, in_place=False))
-    _check(four, _compiled, program, "auto", data.draw(PAUSES), data.draw(SEEDS))
+def test_random_compiled_programs(any_hosts, data):
+    program = data.draw(one_sided_programs(any_hosts.world_size, in_place=False))
+    _check(any_hosts, _compiled, program, "auto", data.draw(PAUSES), data.draw(SEEDS))
 
 
-def _seeds(count):
-    return [seed for seed in range(count) if drawn(seed).ranks == 4]
+def _fsdp_programs(per_host, count):
+    """Of as many ranks, with the seeds that draw them among so many."""
+    ranks = sum(per_host)
+    if ranks in (2, 3, 4):
+        return {seed: drawn(seed) for seed in range(count) if drawn(seed).ranks == ranks}
+    return {seed: drawn(seed, ranks) for seed in range(count)}
 
 
-def _on_two_hosts(ranks, timeout):
-    return HostPool((2, ranks - 2), timeout=timeout)
-
-
-@pytest.mark.parametrize("count", [4, pytest.param(300, marks=pytest.mark.further)])
+@pytest.mark.parametrize(
+    ("per_host", "count"),
+    [
+        ((2, 2), 4),
+        pytest.param((2, 2), 300, marks=pytest.mark.further),
+        pytest.param((2, 1), 40, marks=pytest.mark.further),
+        pytest.param((2, 2, 2), 20, marks=pytest.mark.further),
+    ],
+    ids=str,
+)
 @pytest.mark.timeout(900)
-def test_random_fsdp_programs(count):
-    with Judge(_on_two_hosts) as judge:
-        wrong = {seed: said for seed in _seeds(count) if (said := judge(drawn(seed))[0])}
+def test_random_fsdp_programs(per_host, count):
+    with Judge(lambda _, timeout: HostPool(per_host, timeout=timeout)) as judge:
+        programs = _fsdp_programs(per_host, count)
+        wrong = {seed: said for seed, p in programs.items() if (said := judge(p)[0])}
     assert not wrong
 
 
