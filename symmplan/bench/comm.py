@@ -10,17 +10,19 @@ placements NCCL's (--memory nccl) or torch's one-shot and two-shot kernels (--me
 
 With -o, the benchmark times FSDP2's collectives instead, with every algorithm that the device's
 memory backend has. It writes the choices to a tuning table, for choose= of later runs and for
-symmplan simulate.
+symmplan simulate. If torchrun starts it on several hosts, they are collectives over all of them.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from symmplan.bench.parts import command, reductions, timing
 from symmplan.bench.parts.command import Option
+from symmplan.bench.parts.launched import is_launched, launched_group
 from symmplan.bench.parts.numbers import sizes_of
 from symmplan.report.format import count
 from symmplan.runtime.tuning_table import Table, TuningRow
@@ -63,8 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write a tuning table")
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Start the ranks, collect their times, compare.
+
+    Of ranks that a launcher started only rank 0 has a result.
 
     Raises:
         CommandError: A rank failed or did not finish in time.
@@ -72,8 +76,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     command.check_peers(args.ranks)
     settings = command.settings_of(args, _OPTIONS)
     if args.output is not None:
-        _, ranks = command.measured("comm", _choices, settings, args)
-        memory, rows = ranks[0]["memory"], ranks[0]["rows"]
+        measured = _measured(settings, args)
+        if measured is None:
+            return None
+        memory, rows = measured["memory"], measured["rows"]
         table = Table(memory, tuple(TuningRow(**row) for row in rows))
         args.output.write_text(table.to_json(), encoding="utf-8")
         return {"ok": True, "written": str(args.output), "memory": memory, "rows": rows}
@@ -85,6 +91,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     about, ranks = command.measured("comm", _times, settings, args)
     rows = [_row(found) for found in zip(*(rank["rows"] for rank in ranks), strict=True)]
     return {**about, "ok": all(row["equal"] for row in rows), "results": rows}
+
+
+def _measured(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any] | None:
+    """The rows of a tuning table; None on ranks but the first that a launcher started."""
+    if not is_launched():
+        _, ranks = command.measured("comm", _choices, settings, args)
+        return ranks[0]
+    with launched_group("symmplan bench comm -o choices.json", args.device) as device:
+        timing.meet()
+        found = _choices(device.index or 0, settings)
+        return None if int(os.environ["RANK"]) else found
 
 
 def _row(found: tuple[dict[str, Any], ...]) -> dict[str, Any]:

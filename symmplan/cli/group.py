@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from attrs import asdict
 
-from symmplan.errors import CommandError
+from symmplan.bench.parts.launched import launched_group
 from symmplan.report.format import size, table
 from symmplan.report.progress import ProgressLine
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["examine", "render"]
 
-_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = 60.0
 #: The algorithms that are tried.
 _TRIED: tuple[AlgorithmName, ...] = ("symmetric", "copy engine", "two-level")
@@ -40,29 +38,8 @@ def examine() -> dict[str, Any] | None:
 
     Collective: yes, over all processes that were launched.
     """
-    missing = [name for name in _LAUNCHED if name not in os.environ]
-    if missing:
-        raise CommandError(
-            "symmplan doctor --group needs processes that torchrun started",
-            expected=f"the variables {', '.join(_LAUNCHED)}",
-            got=f"no {missing[0]}",
-            fix="torchrun --nproc-per-node 2 -m symmplan doctor --group",
-        )
-    import torch
-    import torch.distributed as dist
-
-    device = torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    if torch.cuda.device_count() > local and dist.is_nccl_available():
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
-    try:
+    with launched_group("symmplan doctor --group") as device:
         return _examined(device)
-    finally:
-        dist.destroy_process_group()
 
 
 def _examined(device: torch.device) -> dict[str, Any] | None:

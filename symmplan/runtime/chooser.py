@@ -180,8 +180,8 @@ def choose_algorithms(
 
 def _ruled(table: Table | None, case: Case, memory: str) -> Algorithm:
     """The algorithm by a table, or by the rules if no row fits."""
-    pushes = "push" in case.algorithms
-    name, why = ruled(table, case.op, case.ranks, case.nbytes, memory, pushes=pushes)
+    facts = {"pushes": "push" in case.algorithms, "levels": "two-level" in case.algorithms}
+    name, why = ruled(table, case.op, case.ranks, case.nbytes, memory, **facts)
     return Algorithm(name, why) if name == "ordinary" else _nearest(name, case)
 
 

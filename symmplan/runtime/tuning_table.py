@@ -4,7 +4,8 @@
     These rules apply to collectives that were not measured and that no row of a table fits. In
     shared memory every collective is symmetric. In a device's memory a collective of less than 1
     MiB is ordinary; a larger gather runs on copy engines if the memory backend has them; a larger
-    reduce-scatter of FSDP2 is a push; all others are ordinary.
+    reduce-scatter of FSDP2 is a push; all others are ordinary. In groups that two levels serve,
+    "symmetric" is two-level.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ class TuningRow:
     algorithm: AlgorithmName
     seconds: Mapping[str, float] = field(factory=dict, hash=False)
 
+    @property
+    def levels(self) -> bool:
+        """Whether it is of a group on several hosts, which two levels serve."""
+        return "two-level" in (self.algorithm, *self.seconds)
+
 
 @frozen
 class Table:
@@ -64,14 +70,19 @@ class Table:
     memory: str
     rows: tuple[TuningRow, ...]
 
-    def algorithm(self, op: str, ranks: int, nbytes: int) -> AlgorithmName | None:
+    def algorithm(
+        self, op: str, ranks: int, nbytes: int, *, levels: bool = False
+    ) -> AlgorithmName | None:
         """The algorithm of the row that is nearest, in ranks, then in bytes; None if none is near.
+
+        Rows of groups in two levels say nothing of others, and others nothing of these.
 
         >>> table = Table("nccl", (TuningRow("all_gather", 8, 1 << 24, "copy engine"),))
         >>> table.algorithm("all_gather", 512, 1 << 25), table.algorithm("all_gather", 512, 1 << 12)
         ('copy engine', None)
         """
-        near = [r for r in self.rows if r.op == op and _apart(r.nbytes, nbytes) <= math.log2(_FAR)]
+        alike = [r for r in self.rows if r.op == op and r.levels == levels]
+        near = [r for r in alike if _apart(r.nbytes, nbytes) <= math.log2(_FAR)]
         found = min(
             near,
             key=lambda r: (_apart(r.ranks, ranks), _apart(r.nbytes, nbytes), r.nbytes),
@@ -134,7 +145,14 @@ def _row(data: Any) -> TuningRow:
 
 
 def ruled(
-    table: Table | None, op: str, ranks: int, nbytes: int, memory: str, *, pushes: bool = False
+    table: Table | None,
+    op: str,
+    ranks: int,
+    nbytes: int,
+    memory: str,
+    *,
+    pushes: bool = False,
+    levels: bool = False,
 ) -> tuple[AlgorithmName, str]:
     """The algorithm of a collective, and why it stays in ordinary memory; see [Note: rules].
 
@@ -145,8 +163,9 @@ def ruled(
         nbytes: As in `TuningRow`.
         memory: Name of the memory backend.
         pushes: Whether it can be made of pushes.
+        levels: Whether its group is served in two levels.
     """
-    found = None if table is None else table.algorithm(op, ranks, nbytes)
+    found = None if table is None else table.algorithm(op, ranks, nbytes, levels=levels)
     if found in PUSHES and not pushes:
         found = "symmetric"
     if found is not None:

@@ -262,13 +262,14 @@ def _algorithms(ran: Ran) -> Iterator[tuple[SimulatedCall, AlgorithmName, bool]]
     table = None if world.choices is None else read_table(world.choices)
     for planner, known_by, call in ran.calls:
         algorithm: AlgorithmName = "ordinary"
+        levels = simulated(group_by_name(call.group)).two_levels(world.memory)
         if planner is not None:
             algorithm = planner.algorithm(known_by)
         elif known_by:  # in a placement
             size = group_by_name(call.group).size()
-            algorithm = ruled(table, call.op, size, call.nbytes, world.memory)[0]
+            given = (call.op, size, call.nbytes, world.memory)
+            algorithm = ruled(table, *given, levels=levels)[0]
             algorithm = "symmetric" if algorithm == "ordinary" else algorithm
-        levels = simulated(group_by_name(call.group)).two_levels(world.memory)
         if levels and algorithm in ("symmetric", *PUSHES):
             algorithm = "two-level"
         yield call, algorithm, levels and (planner is not None or algorithm != "ordinary")

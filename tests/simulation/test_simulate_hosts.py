@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import symmplan
+from symmplan.runtime.tuning_table import Table, TuningRow
 
 F = torch.ops._c10d_functional
 
@@ -47,6 +48,27 @@ def test_the_memory_is_what_devices_get(shape, hosts, memory, algorithms):
     report = _report(shape, **hosts)
     assert report.memory == memory
     ran = {c.algorithm for c in report.collectives if c.op in ("all_gather", "reduce_scatter")}
+    assert ran == algorithms
+
+
+@pytest.mark.parametrize(
+    ("seconds", "hosts", "algorithms"),
+    [
+        ({"ordinary": 2.0, "two-level": 1.0}, _OF_FOUR, {"two-level"}),
+        ({"ordinary": 2.0, "two-level": 1.0}, {}, _PLACED),
+        ({"ordinary": 2.0, "symmetric": 1.0}, _OF_FOUR, {"ordinary"}),
+        ({"ordinary": 2.0, "symmetric": 1.0}, {}, {"symmetric"}),
+    ],
+)
+def test_a_row_of_a_table_says_nothing_of_groups_on_more_hosts_or_fewer(
+    tmp_path, seconds, hosts, algorithms
+):
+    table = tmp_path / "choices.json"
+    kinds, found = ("all_gather", "reduce_scatter"), min(seconds, key=seconds.__getitem__)
+    rows = tuple(TuningRow(op, 8, 16 << 20, found, seconds) for op in kinds)
+    table.write_text(Table("cuda", rows).to_json())
+    report = _report((8,), choices=table, **hosts)
+    ran = {c.algorithm for c in report.collectives if c.op in kinds}
     assert ran == algorithms
 
 
