@@ -3,7 +3,8 @@
     PYTHONPATH=.:tests/helpers python tests/helpers/link_times.py [-o links.json]
 
 Four ranks of namespaced hosts, on one host and on two. The links are fitted to every second size;
-the sizes between are predicted. Prints each collective with both times, and how far they are apart.
+the sizes between are predicted. Prints each collective with both times, and how far they are apart;
+and what is gained by two levels.
 
     PYTHONPATH=.:tests/helpers python tests/helpers/link_times.py --devices 2 --links dgx-h100
 
@@ -121,6 +122,15 @@ def _compared(links, times):
         print(*key, f"median factor {statistics.median(factors):.2f}, most {max(factors):.2f}")
 
 
+def _gains(times):
+    """Print what two levels gain over torch's own way."""
+    for (shape, op, nbytes, algorithm), seconds in times.items():
+        if algorithm == "two-level":
+            plain = times[shape, op, nbytes, "ordinary"]
+            us = f"{plain * 1e6:10.0f} us {seconds * 1e6:10.0f} us"
+            print(f"{op:15} {nbytes:12,} {us}  {plain / seconds:.2f}x")
+
+
 def _of_table(path):
     """The times of a tuning table of devices of one host, as `_measured` has them."""
     rows = read_table(path).rows
@@ -199,6 +209,7 @@ def main():
     else:
         times = {(s, *key): t for s in list(_SHAPES) for key, t in _measured(s).items()}
         fitted = _shown(times, _NAMESPACED)
+        _gains(times)
     if args.output is not None:
         args.output.write_text(json.dumps(asdict(fitted), indent=2) + "\n")
 
