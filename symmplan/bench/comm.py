@@ -8,9 +8,10 @@ all-gather, the output of a reduce-scatter, the whole tensor of an all-reduce.
 On devices the benchmark times all-reduces in CUDA graphs: NCCL's in ordinary memory, and in
 placements NCCL's (--memory nccl) or torch's one-shot and two-shot kernels (--memory cuda).
 
-With -o, the benchmark times FSDP2's collectives instead, with every algorithm that the device's
-memory backend has. It writes the choices to a tuning table, for choose= of later runs and for
-symmplan simulate. If torchrun starts it on several hosts, they are collectives over all of them.
+With -o, the benchmark times FSDP2's collectives and rows of experts instead, with every algorithm
+that the device's memory backend has. It writes the choices to a tuning table, for choose= of later
+runs and for symmplan simulate. If torchrun starts it on several hosts, they are collectives over
+all of them.
 """
 
 from __future__ import annotations
@@ -33,9 +34,13 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["OPS", "add_arguments", "compare", "render", "run"]
+    from symmplan.runtime.choice import Choice
+
+__all__ = ["OPS", "add_arguments", "compare", "fsdp_choices", "render", "run"]
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
+#: Bytes of a row of experts, at most: a token of 2,048 numbers in bfloat16.
+_ROW_BYTES = 4096
 _ROW = "op bytes gloo_us shm_us speedup equal"
 
 
@@ -137,7 +142,45 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _choices(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """The algorithms of FSDP2's collectives of some sizes, over all ranks."""
+    """The algorithms of FSDP2's collectives and of rows of experts, over all ranks."""
+    found = fsdp_choices(rank, settings)
+    for size in settings["sizes"]:
+        found["rows"] += _expert_choices(rank, settings, size)
+    return found
+
+
+def _expert_choices(rank: int, settings: dict[str, Any], size: int) -> list[dict[str, Any]]:
+    """How rows of experts move if each rank sends ``size`` bytes to each."""
+    import torch
+    import torch.distributed as dist
+
+    import symmplan
+
+    device, dtype = timing.device_of(settings, rank), getattr(torch, settings["dtype"])
+    row = min(_ROW_BYTES, size)
+    count, ranks = size // row, dist.get_world_size()
+    given: dict[str, Any] = {"choose": "measure", "device": device}
+    with symmplan.expert_parallel(max_tokens=count * ranks, **given) as experts:
+        sent = torch.zeros(count * ranks, row // dtype.itemsize, dtype=dtype, device=device)
+        experts.dispatch(sent, experts.routes([count] * ranks))
+        return [_as_row(choice) for choice in experts.choices]
+
+
+def _as_row(choice: Choice) -> dict[str, Any]:
+    """A choice as the fields of a `TuningRow`."""
+    wanted = ("op", "ranks", "nbytes", "algorithm")
+    return {**{key: getattr(choice, key) for key in wanted}, "seconds": dict(choice.seconds)}
+
+
+def fsdp_choices(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """The algorithms of FSDP2's collectives of some sizes, over all ranks.
+
+    Args:
+        rank: This rank; on devices the number of its device.
+        settings: ``sizes`` in bytes of a rank's part, ``dtype`` and ``device`` by name.
+
+    Collective: yes.
+    """
     import torch
     import torch.distributed as dist
 
@@ -161,12 +204,7 @@ def _choices(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
             key = Key("bench", kind, count, name, backward=False)
             recording.run(recording.begin(key, nbytes), group_name(group))
     name, choices = Planning(Options(choose="measure"), memory).measured(recording)
-    wanted = ("op", "ranks", "nbytes", "algorithm")
-    rows = [
-        {**{key: getattr(choice, key) for key in wanted}, "seconds": dict(choice.seconds)}
-        for choice in choices
-    ]
-    return {"memory": name, "rows": rows}
+    return {"memory": name, "rows": [_as_row(choice) for choice in choices]}
 
 
 def _times(_rank: int, settings: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from attrs import asdict, evolve
 from hosts import HostPool
 from ranks import run_ranks
 
-from symmplan.bench.comm import _choices
+from symmplan.bench.comm import fsdp_choices
 from symmplan.runtime.tuning_table import read_table
 from symmplan.simulation.links import Links, Span, links_of
 
@@ -73,7 +73,7 @@ def _measured(shape):
 
 
 def _rows(rank, size, settings):
-    return _choices(rank, settings)["rows"]
+    return fsdp_choices(rank, settings)["rows"]
 
 
 def _forget(rank, size):
@@ -138,6 +138,7 @@ def _of_table(path):
     return {
         ((row.ranks,), row.op, row.nbytes, algorithm): seconds
         for row in rows
+        if row.op != "all_to_all"
         for algorithm, seconds in row.seconds.items()
     }
 

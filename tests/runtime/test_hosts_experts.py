@@ -11,7 +11,9 @@ from hosts import HostPool, hosts_pool, why_no_hosts
 from hypothesis import given
 from hypothesis import strategies as st
 
+import symmplan
 from symmplan.integrate.moe import host_rows
+from symmplan.runtime.tuning_table import Table, TuningRow
 
 needs_hosts = pytest.mark.skipif(
     bool(why_no_hosts()), reason=f"no hosts on one machine: {why_no_hosts()}"
@@ -122,6 +124,42 @@ def test_experts_measure_two_levels_beside_the_ordinary_way(pool):
         assert not wrong
         assert not reasons
         assert measured == [["ordinary", "two-level"]]
+
+
+def _table(path, *rows):
+    """A tuning table with such rows of all sizes, as (algorithm, seconds)."""
+    kinds = [
+        TuningRow("all_to_all", 4, 1 << power, algorithm, seconds)
+        for algorithm, seconds in rows
+        for power in range(4, 24, 2)
+    ]
+    path.write_text(Table("shm", tuple(kinds)).to_json())
+    return str(path)
+
+
+@needs_hosts
+@pytest.mark.ranks
+@pytest.mark.all_cases
+def test_experts_move_over_hosts_as_a_table_of_hosts_says(pool, tmp_path):
+    near = ("ordinary", {"ordinary": 1.0, "push": 2.0})
+    far = {"ordinary": 2.0, "two-level": 1.0}
+    ways = {"two-level": [near, ("two-level", far)], "ordinary": [near, ("ordinary", far)]}
+    for algorithm, rows in ways.items():
+        path = _table(tmp_path / f"{algorithm}.json", *rows)
+        for wrong, served, _, measured in pool.run(experts, path):
+            assert not wrong
+            assert (served > 0) == (algorithm == "two-level")
+            assert not measured
+        simulated = symmplan.simulate(_dispatched, ranks=8, ranks_per_host=4, choices=path)
+        assert {c.algorithm for c in simulated.collectives} == {algorithm}
+
+
+def _dispatched():
+    import torch.distributed as dist
+
+    with symmplan.expert_parallel(dist.group.WORLD, max_tokens=64) as layer:
+        routes = layer.routes([4] * 8)
+        layer.combine(layer.dispatch(torch.ones(32, 8), routes), routes)
 
 
 @needs_hosts

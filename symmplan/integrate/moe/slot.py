@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 
 from symmplan.coordination.all_gather import all_agree
+from symmplan.coordination.world import current
 from symmplan.errors import BackendError, RunError
 from symmplan.integrate.moe.device_rows import DeviceRows, has_kernels, signals_nbytes
 from symmplan.integrate.moe.exchanges import RowPushes, plain
@@ -34,7 +35,7 @@ from symmplan.runtime.prepare import Preparation, checked_plan
 from symmplan.runtime.trials import measure_there
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from symmplan.coordination.groups import Group
     from symmplan.errors import SymmplanError
@@ -83,6 +84,7 @@ class RowSlot:
         self.arena: Arena | None = None
         self.pushes: RowPushes | None = None
         self.kernels: DeviceRows | None = None
+        self._levels: Collection[str] = ()  # its group, if two levels serve that
         #: ``{bytes of a row and whether routes are padded: how such rows move}``.
         self._algorithms: dict[tuple[int, bool], AlgorithmName] = {}
         self.choices: list[Choice] = []
@@ -243,7 +245,8 @@ class RowSlot:
         kernels = False
         memory, timeout = preparation.memory, self._options.timeout
         if preparation.refusal is None:  # its memory may reach the ranks in no way
-            for why in served(groups, memory, self._device, timeout)[1].values():
+            self._levels, unserved = served(groups, memory, self._device, timeout)
+            for why in unserved.values():
                 preparation.refuse(Refusal(why, _REACHED, first=group.rank == 0))
         if preparation.refusal is None:  # a rank without Triton asks, too
             mine = has_kernels(self._device)
@@ -285,17 +288,20 @@ class RowSlot:
         """How rows of that size move. Collective: yes, if that is measured."""
         choose = self._options.chosen(self._device)
         row, padded = key
-        if self.kernels is not None and (choose == "symmetric" or (padded and choose == "measure")):
+        chosen = choose in ("measure", "table")
+        if self.kernels is not None and (choose == "symmetric" or (padded and chosen)):
             return "symmetric"  # by the others the host would have to wait for padded routes
         inside: AlgorithmName = "push"
-        if isinstance(self.pushes, HostRows):
+        if self._levels:
             inside = "two-level"
-            if self._options.choose == "auto":
+            if self._options.choose == "auto" and current() is None:
                 choose = "measure"  # a network may be as fast
-        if choose != "measure":
-            return inside
         group = self._group
         part = max(1, self.rows // group.size)
+        if choose == "table":
+            return self._tabled(part * group.size * row, inside)
+        if choose != "measure":
+            return inside
         even = Routes(((part,) * group.size,) * group.size, group.rank)
         if even.most * row > self._room(arena):
             return "ordinary"
@@ -305,6 +311,16 @@ class RowSlot:
             return "ordinary"
         self.choices.append(choice)
         return choice.algorithm
+
+    def _tabled(self, nbytes: int, inside: AlgorithmName) -> AlgorithmName:
+        """How rows of so many bytes move by a table; if no row fits, in symmetric memory."""
+        table, levels = self._options.table, inside == "two-level"
+        found = None
+        if table is not None:
+            found = table.algorithm("all_to_all", self._group.size, nbytes, levels=levels)
+        if found == "ordinary" or (found == "symmetric" and self.kernels is not None):
+            return found
+        return inside
 
     def _measured(self, rows: torch.Tensor, even: Routes, inside: AlgorithmName) -> Choice | None:
         """What is fastest for such rows, where all ranks send as many to each. Collective: yes."""

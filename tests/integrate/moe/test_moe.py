@@ -11,6 +11,7 @@ from ranks import RankPool
 
 import symmplan
 from symmplan.errors import BackendError, OptionError, OutOfSharedMemoryError, RunError
+from symmplan.runtime.tuning_table import Table, TuningRow
 
 pytestmark = pytest.mark.ranks
 
@@ -270,6 +271,33 @@ def _concurrent(rank, world_size):
 @pytest.mark.further
 def test_beside_graphs_and_sessions(pool):
     pool.run(_concurrent)
+
+
+def _by_table(rank, world_size, path):
+    """How many calls are served, and what was measured."""
+    with symmplan.expert_parallel(max_tokens=4 * world_size, choose=path, timeout=30.0) as experts:
+        rows = torch.arange(4.0 * world_size).view(-1, 1).repeat(1, 8) + rank
+        routes = experts.routes([4] * world_size)
+        assert torch.equal(experts.combine(experts.dispatch(rows, routes), routes), rows)
+        return experts.stats.served, experts.choices
+
+
+@pytest.mark.further
+def test_a_table_says_how_rows_move(pool, tmp_path):
+    size = pool.world_size
+    nbytes = 4 * size * 32
+    far = TuningRow("all_to_all", size, nbytes, "ordinary", {"ordinary": 1.0, "two-level": 2.0})
+    rows = {
+        TuningRow("all_to_all", size, nbytes, "ordinary"): 0,
+        TuningRow("all_to_all", size, nbytes, "push"): 2,
+        TuningRow("all_to_all", size, nbytes, "symmetric"): 2,
+        TuningRow("all_to_all", size, 100 * nbytes, "ordinary"): 2,
+        far: 2,
+    }
+    for number, (row, served) in enumerate(rows.items()):
+        path = tmp_path / f"{number}.json"
+        path.write_text(Table("shm", (row,)).to_json())
+        assert pool.run(_by_table, str(path)) == [(served, ())] * size
 
 
 @pytest.mark.parametrize("given", [0, -3, 2.5, True])
