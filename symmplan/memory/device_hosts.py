@@ -47,8 +47,8 @@ class DeviceCounterparts:
         device: This rank's.
 
     Attributes:
-        near: The same, in the order of the process group that is made of them.
-        ranks: Likewise.
+        near: The ranks of this one's host, in the order of the process group ``here``.
+        ranks: The counterparts, in the order of the process group that connects them.
         here: The process group of the ranks of this host.
 
     Collective: yes, over ``group``.

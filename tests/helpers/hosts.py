@@ -220,6 +220,17 @@ def why_no_network() -> str:
     return ""
 
 
+def needs_hosts():
+    """The marks of a module whose tests need hosts."""
+    import pytest
+
+    why = why_no_hosts()
+    return [
+        pytest.mark.ranks,
+        pytest.mark.skipif(bool(why), reason=f"no hosts on one machine: {why}"),
+    ]
+
+
 def hosts_pool(*shapes, setup=None, **options):
     """A fixture: a pool for all tests of a module, for several shapes one after the other.
 

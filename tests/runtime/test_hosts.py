@@ -14,7 +14,7 @@ import torch
 from fsdp_machine import Judge
 from fsdp_programs import drawn
 from host_programs import PROGRAMS, built
-from hosts import HostPool, hosts_pool, why_no_hosts
+from hosts import HostPool, hosts_pool, needs_hosts
 from hypothesis import given as for_all
 from hypothesis import strategies as st
 from one_sided_programs import one_sided_programs
@@ -22,10 +22,7 @@ from test_right_numbers import MANY, PAUSES, SEEDS, _check, _compiled, _eager, _
 
 from symmplan.runtime.algorithms import ONE_HOST
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(bool(why_no_hosts()), reason=f"no hosts on one machine: {why_no_hosts()}"),
-]
+pytestmark = needs_hosts()
 F = torch.ops._c10d_functional
 
 _LARGER = [pytest.param(shape, marks=pytest.mark.further) for shape in ((2, 2, 2), (3, 3))]

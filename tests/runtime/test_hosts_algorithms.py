@@ -7,14 +7,11 @@ import socket
 import pytest
 import torch
 from host_programs import built, given
-from hosts import HostPool, hosts_pool, why_no_hosts
+from hosts import HostPool, hosts_pool, needs_hosts
 
 from symmplan.runtime.tuning_table import read_table
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(bool(why_no_hosts()), reason=f"no hosts on one machine: {why_no_hosts()}"),
-]
+pytestmark = needs_hosts()
 F = torch.ops._c10d_functional
 
 _LARGER = [pytest.param(shape, marks=pytest.mark.further) for shape in ((2, 2, 2), (3, 3))]

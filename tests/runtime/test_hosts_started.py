@@ -12,16 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from host_programs import PROGRAMS
-from hosts import hosts_pool, why_no_hosts
+from hosts import hosts_pool, needs_hosts
 from hypothesis import given
 from hypothesis import strategies as st
 from one_sided_programs import one_sided_programs
 from test_right_numbers import MANY, PAUSES, SEEDS, _check, _compiled, _eager, _setup
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(bool(why_no_hosts()), reason=f"no hosts on one machine: {why_no_hosts()}"),
-]
+pytestmark = needs_hosts()
 F = torch.ops._c10d_functional
 
 
