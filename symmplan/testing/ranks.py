@@ -53,6 +53,8 @@ __all__ += ["cause_first", "run_shown"]
 _CONSEQUENCES = {"PeerLostError", "PeerTimeoutError", "DistBackendError"}
 #: Seconds that an idle rank gets to end by itself, and that a late one gets to write its stacks.
 _TO_END, _TO_WRITE = 5.0, 0.3
+#: Seconds that processes without a first call get to start and meet, however busy the machine is.
+_TO_START = 300.0
 
 
 @frozen
@@ -117,10 +119,14 @@ class RankPool:
             of it. By default ranks have met when the pool is made.
         method: How processes are started, as multiprocessing calls it. Forked ranks know what this
             process knows, also of functions without a name.
-        timeout: Seconds that one call may take.
+        timeout: Seconds that one call may take. Starting counts only for ranks that begin with a
+            call.
         grace: Seconds that the others get when a rank has failed; None: all that is left.
         progress: Is told the marks of rank 0, which speaks for all, and that time goes by.
         life: Settings of the ranks, as fields of `symmplan.testing.rank_process.Life`.
+
+    Attributes:
+        seconds_to_start: How long starting and meeting took; 0 for ranks that begin with a call.
     """
 
     def __init__(
@@ -144,11 +150,13 @@ class RankPool:
         self._dead: dict[int, RankOutcome] = {}
         self._began = time.monotonic()
         self._store: object = None
+        self.seconds_to_start = 0.0
         try:
             self._launch(method, Life(**life, forked=method == "fork"), call)
             if call is None:
-                outcomes = self.collect(timeout=max(timeout, 60.0))
-                raise_if_failed(outcomes, timeout)
+                limit = max(timeout, _TO_START)
+                raise_if_failed(self.collect(timeout=limit), limit)
+                self.seconds_to_start = time.monotonic() - self._began
         except BaseException:
             self.close()
             raise

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import ranks as helpers
 import torch
 import torch.distributed as dist
 
@@ -78,6 +79,25 @@ def test_the_stacks_of_a_rank_that_is_late_are_told():
     with pytest.raises(RanksFailedError, match="did not finish within 7 s") as caught:
         ranks.raise_if_failed([done, late], 7.0)
     assert caught.value.got == "rank 1 at: here"
+
+
+@pytest.mark.further
+def test_limits_of_tests_grow_with_what_starting_took_and_are_told_apart():
+    with helpers.RankPool(2, timeout=1.0) as pool:
+        assert pool.seconds_to_start > 0
+        pool.seconds_to_start = 100.0  # a machine ten times as busy
+        assert pool.run(sleeps, 2.0) == [0, 1]
+        pool.seconds_to_start = 0.0
+        with pytest.raises(helpers.HarnessTimeout, match="did not finish in time"):
+            pool.run(stuck, 1)
+    with helpers.RankPool(2, init=None) as pool, pytest.raises(helpers.RanksFailed) as caught:
+        pool.run(dies, signal.SIGKILL)
+    assert caught.type is helpers.RanksFailed
+
+
+def sleeps(rank, world, seconds):
+    time.sleep(seconds)
+    return rank
 
 
 def dies(rank, world, how):
