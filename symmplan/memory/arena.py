@@ -12,7 +12,6 @@ from symmplan.errors import OptionError, ReleasedError, RunError
 from symmplan.memory.device_memory import counting
 from symmplan.memory.health import Health
 from symmplan.memory.leased import lease_out
-from symmplan.memory.local import LocalBackend
 from symmplan.memory.races import RaceDetector
 from symmplan.memory.resolve import resolve_backend
 from symmplan.memory.segment import Segment
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
+    from symmplan.coordination.groups import Group
     from symmplan.memory.backends import Backend
     from symmplan.model import Placement, SegmentSpec
 
@@ -45,7 +45,6 @@ class Arena:
         memory: Name of the backend.
         segments: ``{name: Segment}`` in the plan's order.
         rendezvous: How many (segment, group) pairs were rendezvoused.
-        frees: Whether a release gives the memory back, on each rank by itself.
         timeout: Seconds that a barrier may take.
         user: What plans in it, for people; empty if nothing does.
         tenants: What has leased it, for people: its user, and the users of its parts.
@@ -61,13 +60,11 @@ class Arena:
         segments: dict[str, Segment],
         *,
         timeout: float,
-        frees: bool,
         user: str = "",
         races: RaceDetector | None = None,
         hosts: Sequence[Arena] = (),
     ) -> None:
         self.plan = plan
-        self.frees = frees
         self.memory = memory
         self.segments = segments
         self.timeout = timeout
@@ -99,6 +96,12 @@ class Arena:
     def segment_bytes(self) -> int:
         """Bytes of all segments on this rank."""
         return sum(segment.nbytes for segment in self.segments.values())
+
+    @property
+    def frees(self) -> bool:
+        """Whether a release gives the memory back, on each rank by itself, if only to a host."""
+        segments = self.segments.values()
+        return all(segment.host is not None or segment.backend.frees for segment in segments)
 
     @property
     def timed(self) -> bool:
@@ -207,13 +210,13 @@ class Arena:
         exchange = Exchange(members, self.timeout)
         try:
             device = new[0][0].tensor.device
-            backend = resolve_backend(self.memory, device, members, temporary=self.frees)
             exchange.round("joining", b"")
             with counting("communicators", device):
                 for segment, name, _ in new:
-                    backend.rendezvous(segment, members[name], exchange)
+                    segment.backend.rendezvous(segment, members[name], exchange)
             exchange.round("joined", b"")
-            backend.settle()
+            for segment, _, _ in new:
+                segment.backend.settle()
             exchange.finish()
         except BaseException as error:
             exchange.fail(error)
@@ -340,6 +343,8 @@ def realize(
     """
     import torch
 
+    from symmplan.planner.order import rendezvous_order
+
     if not isinstance(plan, Plan):
         raise OptionError(
             f"plan is {plan!r}",
@@ -357,19 +362,22 @@ def realize(
     within = within or {}
     races = None
     try:
-        backend: Backend = LocalBackend()  # for nothing
-        if plan.segments:
-            backend = resolve_backend(memory, device, members, temporary=temporary)
-        if debug and isinstance(backend, ShmBackend) and has_process_groups():
-            races = backend.races = RaceDetector(*world())
-        compare_notes(plan, exchange, memory=backend.name)
+        backends = _backends(plan, within, memory, device, members, temporary)
+        memory = next((backend.name for backend in backends.values()), "local")
+        watched = [b for b in backends.values() if isinstance(b, ShmBackend)]
+        if debug and watched and has_process_groups():
+            races = RaceDetector(*world())
+            for shm in watched:
+                shm.races = races
+        compare_notes(plan, exchange, memory=memory)
         with counting("rendezvous", device):
             for spec in plan.segments:
                 met = [members[group] for group in spec.groups]
                 host, begin, part = _part_of(within, spec)
+                backend = backends[spec.name]
                 segments[spec.name] = Segment(
                     spec,
-                    backend.name,
+                    backend,
                     # Not named: errors hold this frame.
                     *backend.allocate(spec, device, met, health, part),
                     timeout=timeout,
@@ -379,10 +387,11 @@ def realize(
                 )
                 part = None
             exchange.round("allocated", b"")
-            for name, group in _pairs(plan):
-                backend.rendezvous(segments[name], members[group], exchange)
+            for name, group in rendezvous_order(plan):
+                backends[name].rendezvous(segments[name], members[group], exchange)
         exchange.round("ready", b"")
-        backend.settle()
+        for backend in backends.values():
+            backend.settle()
         exchange.finish()
     except BaseException as error:
         exchange.fail(error)
@@ -396,14 +405,31 @@ def realize(
         races.begin()
     return Arena(
         plan,
-        backend.name,
+        memory,
         segments,
         timeout=timeout,
-        frees=backend.frees or len(within) == len(segments),
         user=user,
         races=races,
         hosts=tuple(arena for arena, _ in within.values()),
     )
+
+
+def _backends(
+    plan: Plan,
+    within: Mapping[str, tuple[Arena, Placement]],
+    memory: str,
+    device: torch.device,
+    members: Mapping[str, Group],
+    temporary: bool,
+) -> dict[str, Backend]:
+    """What makes each segment: that of its host, or one that is resolved now."""
+    found: dict[str, Backend] = {}
+    for name, (arena, place) in within.items():
+        found[name] = arena.segments[place.segment].backend.for_parts()
+    own = [spec.name for spec in plan.segments if spec.name not in found]
+    if own:
+        found |= dict.fromkeys(own, resolve_backend(memory, device, members, temporary=temporary))
+    return found
 
 
 def _part_of(
@@ -415,24 +441,3 @@ def _part_of(
     arena, place = within[spec.name]
     host = arena.segments[place.segment]
     return host, place.offset, lease_out(host.tensor[place.offset : place.end])
-
-
-def _pairs(plan: Plan) -> list[tuple[str, str]]:
-    """Every (segment, group) in an order that is the same on all ranks.
-
-    Names of groups differ over a mesh, and so may their alphabetical order; the order in which
-    the program first uses them does not.
-    """
-    from symmplan.planner.order import order_of
-
-    problem = plan.problem
-    index = order_of(problem).index
-    used = [buffer.group for buffer in sorted(problem.buffers, key=lambda b: b.name)]
-    used += [o.group for o in sorted(problem.operations, key=lambda o: index[o.name]) if o.group]
-    first = {group: place for place, group in reversed(list(enumerate(used)))}
-    last = len(first) + len(used)
-    return [
-        (spec.name, group)
-        for spec in plan.segments
-        for group in sorted(spec.groups, key=lambda g: first.get(g, last))
-    ]

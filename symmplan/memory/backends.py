@@ -93,6 +93,9 @@ class Backend(Protocol):
     groups, in the same order on every rank. A method that
     raises has released what it allocated; `realize` releases what a method returned.
 
+    A segment keeps the backend that allocated it, which is asked again if it meets another group or
+    is given out in parts.
+
     Attributes:
         name: A name in `BACKENDS`.
         frees: Whether a release gives the memory back, on each rank by itself.
@@ -122,6 +125,9 @@ class Backend(Protocol):
 
     def settle(self) -> None:
         """All ranks hold all segments: drop what only the rendezvous needed."""
+
+    def for_parts(self) -> Backend:
+        """What serves parts of the segments that it allocated, for one call of `realize`."""
 
 
 def check_device(memory: str, device: torch.device) -> None:

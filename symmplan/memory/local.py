@@ -15,6 +15,8 @@ from symmplan.memory.segment import Rendezvous
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from typing_extensions import Self
+
     from symmplan.coordination.exchange import Exchange
     from symmplan.coordination.groups import Group
     from symmplan.coordination.world import World
@@ -76,3 +78,7 @@ class LocalBackend:
 
     def settle(self) -> None:
         """Nothing was needed."""
+
+    def for_parts(self) -> Self:
+        """Itself: it knows nothing of a segment."""
+        return self

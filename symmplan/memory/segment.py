@@ -158,7 +158,7 @@ class Segment:
 
     Attributes:
         spec: What was asked for.
-        backend: Name of the memory backend.
+        backend: The `symmplan.memory.backends.Backend` that allocated it, of a part its host.
         timeout: Seconds that a barrier may take unless it says otherwise.
         health: Shared by the segments of an arena.
         address: Where this rank's bytes begin; 0 in a simulation.
@@ -175,7 +175,7 @@ class Segment:
     def __init__(
         self,
         spec: SegmentSpec,
-        backend: str,
+        backend: Any,
         tensor: torch.Tensor,
         on_release: Callable[[], None] | None,
         *,
@@ -209,7 +209,7 @@ class Segment:
 
     def __repr__(self) -> str:
         state = "" if self._tensor is not None else ", released"
-        return f"<Segment {self.spec.name} {self.backend} {self.nbytes} bytes{state}>"
+        return f"<Segment {self.spec.name} {self.backend.name} {self.nbytes} bytes{state}>"
 
     @property
     def _siblings(self) -> LiveSegments:

@@ -195,6 +195,10 @@ class ShmBackend:
         for own in self._own.values():
             own.settle()
 
+    def for_parts(self) -> ShmBackend:
+        """A backend of its own: each part has a file for its control area."""
+        return ShmBackend()
+
     def _map(self, own: _Own, offer: _Offer, group: Group, rank: int) -> None:
         """Map a peer's file unless it is mapped already.
 

@@ -48,6 +48,8 @@ from symmplan.torch_private import c10d, nccl, symm_mem
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from typing_extensions import Self
+
     from symmplan.coordination.exchange import Exchange
     from symmplan.coordination.groups import Group
     from symmplan.memory.health import Health
@@ -139,23 +141,8 @@ class TorchSymmBackend:
         self.name = memory
         # See [Note: torch's allocators].
         self.frees = memory == "cuda"
-        self._warm: set[str] = set()
         for group in groups.values():
-            if group.process_group is None:
-                raise BackendError(
-                    f"memory={memory!r} needs torch.distributed, which is not initialized",
-                    fix="call torch.distributed.init_process_group first, or use memory='local'",
-                    group=group.name,
-                    memory=memory,
-                )
-            if memory == "nccl" and not nccl.serves(group.process_group):
-                raise BackendError(
-                    f"memory='nccl': group {group.name!r} has no NCCL communicator",
-                    expected="a process group with the backend nccl for CUDA",
-                    fix="create the group with nccl, or use memory='cuda'",
-                    group=group.name,
-                    memory=memory,
-                )
+            self._require_served(group)
         _select(memory, device)
 
     def allocate(
@@ -204,6 +191,7 @@ class TorchSymmBackend:
 
         Collective: yes.
         """
+        self._require_served(group)
         tensor = segment.tensor
         phase = f"segment {segment.spec.name!r} counterparts"
         with torch.cuda.device(tensor.device):
@@ -211,7 +199,7 @@ class TorchSymmBackend:
             hosts = device_counterparts(group, tensor.device, *given)
         try:
             with torch.cuda.device(tensor.device):
-                self._warm_up(group, tensor.device)
+                _warm_up(group, tensor.device)
                 if hosts is not None:
                     handle = symm_mem.rendezvous(segment.allocation, c10d.group_name(hosts.here))
                     met = DeviceHostsMeeting(group, tensor, handle, hosts, segment.begin)
@@ -243,6 +231,10 @@ class TorchSymmBackend:
     def settle(self) -> None:
         """Nothing was needed."""
 
+    def for_parts(self) -> Self:
+        """Itself: a group registers the whole allocation of a part."""
+        return self
+
     def _at_last(
         self, nbytes: int, device: torch.device, groups: Sequence[Group]
     ) -> tuple[torch.Tensor, Callable[[], None]]:
@@ -271,13 +263,24 @@ class TorchSymmBackend:
             PROCESS.kept.append(tensor)
         return symm_mem.rendezvous(tensor, group.torch_name)
 
-    def _warm_up(self, group: Group, device: torch.device) -> None:
-        """Make sure that a communicator exists. See [Note: torch's allocators]."""
-        if group.name in self._warm or not nccl.serves(group.process_group):
-            return
-        dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)
-        torch.cuda.synchronize(device)
-        self._warm.add(group.name)
+    def _require_served(self, group: Group) -> None:
+        """Refuse a group that cannot meet in this memory."""
+        memory = self.name
+        if group.process_group is None:
+            raise BackendError(
+                f"memory={memory!r} needs torch.distributed, which is not initialized",
+                fix="call torch.distributed.init_process_group first, or use memory='local'",
+                group=group.name,
+                memory=memory,
+            )
+        if memory == "nccl" and not nccl.serves(group.process_group):
+            raise BackendError(
+                f"memory='nccl': group {group.name!r} has no NCCL communicator",
+                expected="a process group with the backend nccl for CUDA",
+                fix="create the group with nccl, or use memory='cuda'",
+                group=group.name,
+                memory=memory,
+            )
 
 
 class NcclPoolBackend(TorchSymmBackend):
@@ -309,6 +312,13 @@ class NcclPoolBackend(TorchSymmBackend):
         pool, registered = PROCESS.pools[tensor.data_ptr()]
         nccl.register_pool(pool, group.process_group)
         registered.append(group.process_group)
+
+
+def _warm_up(group: Group, device: torch.device) -> None:
+    """Make sure that a communicator exists. See [Note: torch's allocators]."""
+    if nccl.serves(group.process_group):  # each time: what one rank remembers, peers may not
+        dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)
+        torch.cuda.synchronize(device)
 
 
 def _select(memory: str, device: torch.device) -> None:

@@ -28,11 +28,11 @@ from symmplan.errors import ProblemError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from symmplan.model import Problem
+    from symmplan.model import Plan, Problem
 
     Ints = NDArray[np.int64]
 
-__all__ = ["Order", "graph_of", "order_of"]
+__all__ = ["Order", "graph_of", "order_of", "rendezvous_order"]
 
 #: Entries of one clock table (runs x chains); 160 MB as 32-bit integers.
 MAX_CLOCK_ENTRIES = 40_000_000
@@ -119,6 +119,25 @@ def order_of(problem: Problem) -> Order:
         object.__setattr__(problem, "_order", _build(problem))
     order: Order = problem._order
     return order
+
+
+def rendezvous_order(plan: Plan) -> list[tuple[str, str]]:
+    """The segments and groups that meet, in an order that is the same on all ranks.
+
+    Names of groups differ over a mesh, and so may their alphabetical order; the order in which
+    the program first uses them does not.
+    """
+    problem = plan.problem
+    index = order_of(problem).index
+    used = [buffer.group for buffer in sorted(problem.buffers, key=lambda b: b.name)]
+    used += [o.group for o in sorted(problem.operations, key=lambda o: index[o.name]) if o.group]
+    first = {group: place for place, group in reversed(list(enumerate(used)))}
+    last = len(first) + len(used)
+    return [
+        (spec.name, group)
+        for spec in plan.segments
+        for group in sorted(spec.groups, key=lambda g: first.get(g, last))
+    ]
 
 
 def _build(problem: Problem) -> Order:

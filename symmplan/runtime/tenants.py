@@ -110,7 +110,7 @@ def timed(tenant: Tenant, host: Arena, places: Mapping[str, Placement]) -> Arena
         whole = host.segments[place.segment]
         segments[name] = Segment(
             segment.spec,
-            host.memory,
+            whole.backend,
             lease_out(whole.tensor[place.offset : place.offset + segment.nbytes]),
             None,
             timeout=host.timeout,
@@ -125,7 +125,6 @@ def timed(tenant: Tenant, host: Arena, places: Mapping[str, Placement]) -> Arena
         host.memory,
         segments,
         timeout=host.timeout,
-        frees=True,
         user=old.user,
         hosts=(host,),
     )

@@ -67,6 +67,7 @@ def segment_on_hosts(group, folder, hosts=2, nbytes=NBYTES):
 
     from symmplan.memory.device_hosts import DeviceHostsMeeting
     from symmplan.memory.health import Health
+    from symmplan.memory.local import LocalBackend
     from symmplan.memory.segment import Segment
     from symmplan.model import SegmentSpec
 
@@ -74,7 +75,7 @@ def segment_on_hosts(group, folder, hosts=2, nbytes=NBYTES):
     own = _bytes_of(folder, group.rank, nbytes)
     dist.barrier()
     spec = SegmentSpec("s0", nbytes=nbytes, groups=("default",), lower_bound_bytes=nbytes)
-    segment = Segment(spec, "cuda", own, None, timeout=20.0, health=Health())
+    segment = Segment(spec, LocalBackend(), own, None, timeout=20.0, health=Health())
     handle = _Handle(folder, counterparts.near, nbytes)
     segment.add_rendezvous(DeviceHostsMeeting(group, own, handle, counterparts))
     return segment, own

@@ -38,7 +38,7 @@ from symmplan.memory.health import Health
 from symmplan.memory.local import LocalBackend
 from symmplan.memory.room import agreed_room
 from symmplan.memory.torch_symm import NcclPoolBackend, TorchSymmBackend
-from symmplan.model import SegmentSpec
+from symmplan.model import Placement, SegmentSpec
 from symmplan.process import PROCESS
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def test_memory_that_no_rank_frees_alone_is_kept_for_the_next_user(monkeypatch):
     for frees in (True, False):
         arena = realize(hand_made({"a": 64}), memory="local", user="somebody")
         assert arena.frees
-        arena.frees = frees
+        arena.segments["s0"].backend.frees = frees
         assert [held.users for held in symmplan.segments()] == [("somebody",)]
         arena.give_back()
         assert arena.released is frees
@@ -316,6 +316,46 @@ def test_segments_meet_all_groups_of_a_call_or_none(monkeypatch):
         failing.clear()
         assert [arena.join(more), arena.join(more), arena.rendezvous] == [2, 0, 3]
         assert [*segment.rendezvous] == [*before, "first", "second"]
+
+
+class _Owning(LocalBackend):
+    """Knows only what it has allocated, as the windows of a pool do."""
+
+    def __init__(self):
+        super().__init__()
+        self.mine = set()
+
+    def allocate(self, *given):
+        tensor, free = super().allocate(*given)
+        self.mine.add(tensor.untyped_storage().data_ptr())
+        return tensor, free
+
+    def rendezvous(self, segment, group, exchange):
+        assert segment.allocation.untyped_storage().data_ptr() in self.mine, "allocated elsewhere"
+        super().rendezvous(segment, group, exchange)
+
+
+@pytest.mark.parametrize("temporary", [False, True])
+def test_a_segment_keeps_the_backend_that_made_its_memory(temporary, monkeypatch):
+    """Also a part of it, and when it meets more groups later."""
+    made = []
+
+    def resolve(*_, **__):
+        made.append(_Owning())
+        return made[-1]
+
+    monkeypatch.setattr("symmplan.memory.arena.resolve_backend", resolve)
+    plan = hand_made({"a": 64})
+    host = realize(hand_made({"a": 64, "b": 64}), temporary=temporary)
+    part = realize(plan, within={"s0": (host, Placement("s0", 64, 64))})
+    for number, arena in enumerate([host, part]):
+        assert arena.join({"s0": {f"more {number}": None}}) == 1
+    moved = part.elsewhere({"s0": (host, Placement("s0", 0, 64))})
+    assert moved.join({"s0": {"further": None}}) == 1
+    assert len(made) == 1
+    for arena in (moved, part, host):
+        assert arena.frees
+        arena.release()
 
 
 def test_notes_of_calls_can_be_read():
