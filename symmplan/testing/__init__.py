@@ -24,13 +24,6 @@ if TYPE_CHECKING:
     from symmplan.testing.declaration import DeclarationReport as DeclarationReport
     from symmplan.testing.declaration import Fact as Fact
     from symmplan.testing.declaration import check_declaration as check_declaration
-    from symmplan.testing.explorer.calls import TinyBuffer as TinyBuffer
-    from symmplan.testing.explorer.calls import TinyCall as TinyCall
-    from symmplan.testing.explorer.program import TinyPlan as TinyPlan
-    from symmplan.testing.explorer.program import TinyProgram as TinyProgram
-    from symmplan.testing.explorer.program import Verdict as Verdict
-    from symmplan.testing.explorer.program import WrongRead as WrongRead
-    from symmplan.testing.explorer.program import explore as explore
     from symmplan.testing.oracles import conflicts as conflicts
     from symmplan.testing.oracles import happens_before as happens_before
     from symmplan.testing.oracles import heaviest_set as heaviest_set
@@ -44,10 +37,6 @@ _MODULES = {
         *("interval_lists", "interval_problems", "problems"),
     ),
     "declaration": ("Contradiction", "DeclarationReport", "Fact", "check_declaration"),
-    "explorer.program": (
-        *("TinyBuffer", "TinyCall", "TinyPlan", "TinyProgram"),
-        *("Verdict", "WrongRead", "explore"),
-    ),
     "oracles": (
         *("conflicts", "happens_before", "heaviest_set"),
         *("linear_extensions", "lowest_peak", "unsynchronised"),

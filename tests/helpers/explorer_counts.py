@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 
 import attrs
+from explorer import explore
 from explorer_graphs import fx_programs, judge, world
 from explorer_programs import planned, problem_of, tiny_programs, told
 from hypothesis import HealthCheck, Phase, given, settings
@@ -17,7 +18,6 @@ from hypothesis import strategies as st
 
 import symmplan
 from symmplan.errors import VerificationError
-from symmplan.testing import explore
 
 #: Orders to run of one program before giving up.
 LIMIT = 500

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import attrs
+from explorer import TinyBuffer, TinyCall, TinyPlan, TinyProgram
 from hypothesis import strategies as st
 
 from symmplan.model import Access, Buffer, Operation, Problem
-from symmplan.testing import TinyBuffer, TinyCall, TinyPlan, TinyProgram
 
 if TYPE_CHECKING:
     import symmplan

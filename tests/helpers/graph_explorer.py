@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
-from torch import fx
-
-from symmplan.testing.explorer.machine import Symbols, lockstep
-from symmplan.testing.explorer.program import (
+from explorer.machine import Symbols, lockstep
+from explorer.program import (
     TinyBuffer,
     TinyCall,
     TinyPlan,
@@ -24,6 +22,8 @@ from symmplan.testing.explorer.program import (
     explore,
     threads_of,
 )
+from torch import fx
+
 from symmplan.torch_private.ops import OpOverload, tree_leaves
 
 if TYPE_CHECKING:

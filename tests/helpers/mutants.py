@@ -49,7 +49,7 @@ _SMOKE, _SPANS, _ORDER, _GOLDEN, _MODEL = (
     "model/test_problem",
 )
 _SHARE = (_SMOKE, _ORDER, _GOLDEN, _MODEL, _SPANS)
-_PEERS = (_SMOKE, _SPANS, "planner/test_verify", "testing/test_explorer_plans")
+_PEERS = (_SMOKE, _SPANS, "planner/test_verify", "planner/test_explorer_plans")
 _PACK = ("planner/test_planner_solve", _GOLDEN, "planner/test_planner_search", _ORDER, _SPANS)
 #: ``{module of symmplan: the tests that judge it}``, likeliest to notice first.
 MODULES = {

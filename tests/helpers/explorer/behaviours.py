@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field, frozen
 
-from symmplan.testing.explorer.machine import Cell, Flag, Post, Read, Step, Thread, Wait, Write
+from explorer.machine import Cell, Flag, Post, Read, Step, Thread, Wait, Write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
-    from symmplan.testing.explorer.calls import TinyCall
+    from explorer.calls import TinyCall
 
 __all__ = ["BEHAVIOURS", "Behaviour", "CallParts"]
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import functools
-from pathlib import Path
+import importlib
 
 import attrs
 import pytest
-from explorer_programs import tiny_programs
-from hypothesis import assume, example, given, settings
-from hypothesis import strategies as st
-
-import symmplan
-from symmplan.testing import TinyBuffer, TinyCall, TinyPlan, TinyProgram, explore
-from symmplan.testing.explorer.behaviours import BEHAVIOURS
-from symmplan.testing.explorer.machine import (
+from explorer import TinyBuffer, TinyCall, TinyPlan, TinyProgram, explore
+from explorer.behaviours import BEHAVIOURS
+from explorer.machine import (
     Interleaver,
     Post,
     Read,
@@ -25,7 +21,11 @@ from symmplan.testing.explorer.machine import (
     lockstep,
     search,
 )
-from symmplan.testing.explorer.program import threads_of
+from explorer.program import threads_of
+from explorer_programs import tiny_programs
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from paths import HELPERS
 
 # -- every order -------------------------------------------------------------------------------
 
@@ -381,7 +381,7 @@ def test_programs_that_make_no_sense(change, message):
 
 
 def test_shares_nothing_with_what_it_checks():
-    folder = Path(symmplan.__file__).parent / "testing" / "explorer"
+    folder = HELPERS / "explorer"
     found = set()
     for path in folder.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -389,7 +389,9 @@ def test_shares_nothing_with_what_it_checks():
                 found.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 found.add(node.module)
-    # Classes of torch's, under the one name that they have here.
-    ours = {n for n in found if n.startswith("symmplan")} - {"symmplan.torch_private.ops"}
-    assert ours
-    assert all(name.startswith("symmplan.testing.explorer") for name in ours), ours
+    assert "explorer.machine" in found
+    assert not {name for name in found if name.startswith("symmplan")}
+
+
+def test_the_example_of_a_docstring_runs():
+    assert doctest.testmod(importlib.import_module("explorer.program")).failed == 0

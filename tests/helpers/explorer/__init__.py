@@ -4,3 +4,15 @@
 consists of. `program` turns tiny programs into threads and reports the result. None of these
 modules knows how plans are made or checked.
 """
+
+from explorer.program import (
+    TinyBuffer,
+    TinyCall,
+    TinyPlan,
+    TinyProgram,
+    Verdict,
+    WrongRead,
+    explore,
+)
+
+__all__ = ["TinyBuffer", "TinyCall", "TinyPlan", "TinyProgram", "Verdict", "WrongRead", "explore"]

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import attrs
 import pytest
+from explorer import TinyProgram, explore
 from explorer_counts import count
 from explorer_programs import COLLECTIVES, REMOTE, planned, problem_of, tiny_programs
 from hypothesis import HealthCheck, Phase, find, settings
 
 import symmplan
-from symmplan.testing import TinyProgram, explore
 
 if TYPE_CHECKING:
     from symmplan.model import Problem

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from symmplan.testing.explorer.behaviours import BEHAVIOURS, CallParts
-from symmplan.testing.explorer.calls import TinyBuffer, TinyCall
-from symmplan.testing.explorer.machine import Post, Thread, Wait, lockstep, search
+from explorer.behaviours import BEHAVIOURS, CallParts
+from explorer.calls import TinyBuffer, TinyCall
+from explorer.machine import Post, Thread, Wait, lockstep, search
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
-    from symmplan.testing.explorer.machine import Flag, Step, Symbols, Transition
+    from explorer.machine import Flag, Step, Symbols, Transition
 
 __all__ = [
     "TinyBuffer",
@@ -240,7 +240,7 @@ def explore(
 
     Collective: no.
 
-    >>> from symmplan.testing import TinyBuffer, TinyCall, TinyPlan, TinyProgram, explore
+    >>> from explorer import TinyBuffer, TinyCall, TinyPlan, TinyProgram, explore
     >>> program = TinyProgram(
     ...     ranks=2,
     ...     buffers=(TinyBuffer("x"), TinyBuffer("y"), TinyBuffer("out")),
