@@ -130,8 +130,8 @@ class Process:
     members: WeakKeyDictionary[Any, tuple[Any, ...]] = field(factory=WeakKeyDictionary)
     #: ``{group: {kind of device: Topology}}``: written by `learn`, read by `survey` and `known`.
     topologies: WeakKeyDictionary[Any, dict[str, Any]] = field(factory=WeakKeyDictionary)
-    #: ``{group: its Engines, or None}``, and ``{ranks: Engines}`` as they were made: written and
-    #: read by `engines_of`.
+    #: ``{group: its group for copy engines, or None}``, and ``{ranks: that group}`` as it was made:
+    #: written and read by `engines_of`.
     engines: WeakKeyDictionary[Any, Any] = field(factory=WeakKeyDictionary)
     engines_made: dict[tuple[int, ...], Any] = field(factory=dict)
     #: ``{group: its Counterparts}`` of groups on several hosts: written and read by

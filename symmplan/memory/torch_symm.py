@@ -8,8 +8,8 @@ NCCLSymmetricMemory.cu}}.
     - One allocator serves a process. It can be chosen until it is first used. CUDA is the default,
       and cannot be chosen by name in torch 2.11.
     - NCCL registers windows with an existing communicator, so each group runs a small collective
-      first. NCCL's handle has no barrier; a one-element all-reduce, in the order of the stream,
-      serves as one.
+      first, except those for copy engines, which are connected when they are made. NCCL's handle
+      has no barrier; a one-element all-reduce, in the order of the stream, serves as one.
       Torch 2.11 frees an allocation without deregistering its window, and NCCL then treats later
       memory at this address as symmetric. So NCCL segments are kept until the process ends.
     - NVSHMEM allocates collectively: all ranks, in the same order. After the barrier of its handles
@@ -316,6 +316,9 @@ class NcclPoolBackend(TorchSymmBackend):
 
 def _warm_up(group: Group, device: torch.device) -> None:
     """Make sure that a communicator exists. See [Note: torch's allocators]."""
+    for engines in PROCESS.engines_made.values():
+        if engines is group.process_group:  # connected when it was made
+            return
     if nccl.serves(group.process_group):  # each time: what one rank remembers, peers may not
         dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)
         torch.cuda.synchronize(device)

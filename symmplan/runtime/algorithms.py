@@ -49,8 +49,7 @@ class Lowering:
         started: Of a one-sided target: it is over when it is waited for, not when it returns.
         equal: It has parts for each rank, and takes them only if all are of one size.
         why_not: Reason given for the declared tensors that are not needed.
-        engine: Which of the communicators for copy engines can run it, see
-            `symmplan.runtime.engines.Engines`; empty if none can.
+        engine: Whether copy engines can run it.
     """
 
     target: str
@@ -62,7 +61,7 @@ class Lowering:
     started: bool = False
     equal: bool = False
     why_not: str = ""
-    engine: Literal["", "gather", "exchange"] = ""
+    engine: bool = False
 
     @property
     def synchronous(self) -> bool:
@@ -133,11 +132,9 @@ _SCATTER = "reduce_scatter_tensor_out"
 
 _C10D: Mapping[str, Lowering] = {
     **_functional(
-        all_gather_into_tensor=_group(_GATHER, "input return", engine="gather"),
-        all_gather_into_tensor_out=_group(_GATHER, "input out", out="out", engine="gather"),
-        all_gather_into_tensor_coalesced=_group(
-            _GATHER, "inputs return", each=True, engine="gather"
-        ),
+        all_gather_into_tensor=_group(_GATHER, "input return", engine=True),
+        all_gather_into_tensor_out=_group(_GATHER, "input out", out="out", engine=True),
+        all_gather_into_tensor_coalesced=_group(_GATHER, "inputs return", each=True, engine=True),
         reduce_scatter_tensor=_group(_SCATTER, "input return"),
         reduce_scatter_tensor_out=_group(_SCATTER, "input out", out="out"),
         reduce_scatter_tensor_coalesced=_group(_SCATTER, "inputs return", each=True),
@@ -147,7 +144,7 @@ _C10D: Mapping[str, Lowering] = {
             "all_reduce_", "return", inplace=True, each=True, why_not=_COPIED
         ),
         all_to_all_single=Lowering(
-            "symmplan::all_to_all_single_into", ("input", "return"), equal=True, engine="exchange"
+            "symmplan::all_to_all_single_into", ("input", "return"), equal=True, engine=True
         ),
         broadcast=_group("broadcast_", "return", inplace=True, why_not=_COPIED),
         broadcast_=_group("broadcast_", "input", out="input"),

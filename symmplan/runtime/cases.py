@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve, field, frozen
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from symmplan.model import AlgorithmName
     from symmplan.runtime.clock import Act
-    from symmplan.runtime.engines import Engines
 
 #: Parts of tensors begin at a multiple of so many bytes.
 _ALIGN = 256
@@ -44,7 +43,7 @@ class Case:
         concurrent: Another group's collective that runs at the same time; see [Note: concurrent
             collectives] in `symmplan.runtime.concurrent`.
         often: How often that one runs for each of this case.
-        engine: Which of the communicators for copy engines its own op can run over; empty if none.
+        engine: Whether copy engines can run its own op.
     """
 
     op: str
@@ -60,7 +59,7 @@ class Case:
     beside: int | None = field(default=0, eq=False)
     concurrent: Case | None = None
     often: float = field(default=1.0, eq=False)
-    engine: Literal["", "gather", "exchange"] = field(default="", eq=False)
+    engine: bool = field(default=False, eq=False)
 
     @property
     def key(self) -> list[Any]:
@@ -123,14 +122,14 @@ class Case:
         self,
         plain: Sequence[torch.Tensor],
         places: Sequence[torch.Tensor],
-        engines: Engines | None,
+        engines: Any | None,
     ) -> Mapping[str, Act]:
         """Functions that run it, by algorithm, torch's own first. Making them waits for no peer.
 
         Args:
             plain: Ordinary bytes, for inputs and for results.
             places: Symmetric ones; none if it only ever runs in torch's own way.
-            engines: The group's communicators for copy engines, if there are any.
+            engines: The group's communicator for copy engines, if there is any.
         """
         raise NotImplementedError
 

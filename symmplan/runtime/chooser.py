@@ -28,6 +28,7 @@ from symmplan.runtime.choice import DEMOTED
 from symmplan.runtime.engines import asked, known_of, require
 from symmplan.runtime.trials import all_slowest, choices_of, chosen_by, measure
 from symmplan.runtime.tuning_table import ruled
+from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -171,7 +172,7 @@ def choose_algorithms(
     else:
         fixed |= {call: _nearest(choose, case) for call, case in cases.items()}
     over = {
-        call: engines[case.group].name(case.engine)
+        call: c10d.group_name(engines[case.group])
         for call, case in cases.items()
         if fixed[call].name == "copy engine" and case.engine and case.group in engines
     }

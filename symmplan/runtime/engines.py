@@ -3,24 +3,24 @@
 [Note: own communicators]
     NCCL's copy engines take no multiprocessor from the program's own kernels. A communicator's CTA
     policy says whether NCCL uses them, and the program's own communicator serves other collectives,
-    too. So a group gets two more communicators: one for all-gathers, one for the all-to-alls of
-    reduce-scatters, because collectives of one communicator run one after the other. They are made
-    once per process and set of ranks, for all models, and live until the process groups are
-    destroyed.
+    too. So the ranks of a group get one more communicator. It is made once per process and set of
+    ranks, for all models, and lives until the process groups are destroyed.
+
+    It runs all-gathers and all-to-alls on segments, and nothing else. An ordinary collective would
+    make it allocate channels. So ranks meet over the program's own group.
 
     Only the ranks of a group take part, so torch names the new group by its ranks and by how many
     groups a rank is in. If that number differs within a group, its ranks would wait for each other
-    under different names. Such a group gets no communicators of its own.
+    under different names. Such a group gets no further communicator.
 
 Source: ncclConfig_t.CTAPolicy in nccl.h; torch/distributed/distributed_c10d.py.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from attrs import frozen
 
 from symmplan.coordination.all_gather import all_gather_json
 from symmplan.errors import BackendError
@@ -34,30 +34,8 @@ if TYPE_CHECKING:
     from symmplan.memory.arena import Arena
 
 
-@frozen(eq=False)
-class Engines:
-    """A group's communicators for copy engines.
-
-    Attributes:
-        gather: For all-gathers.
-        exchange: For all-to-alls.
-    """
-
-    gather: Any
-    exchange: Any
-
-    def name(self, kind: Literal["gather", "exchange"]) -> str:
-        """Name of one of them."""
-        return c10d.group_name(self.gather if kind == "gather" else self.exchange)
-
-    @property
-    def groups(self) -> dict[str, Any]:
-        """``{name: process group}`` of both."""
-        return {c10d.group_name(g): g for g in (self.gather, self.exchange)}
-
-
-def engines_of(groups: Mapping[str, Any], memory: str, timeout: float) -> dict[str, Engines]:
-    """For each group its communicators for copy engines; empty where there are none.
+def engines_of(groups: Mapping[str, Any], memory: str, timeout: float) -> dict[str, Any]:
+    """For each group its communicator for copy engines: a process group of the same ranks.
 
     Args:
         groups: ``{name: process group}``, in the same order on all ranks of each.
@@ -85,24 +63,23 @@ def engines_of(groups: Mapping[str, Any], memory: str, timeout: float) -> dict[s
             continue
         found = _made(ranks[name])
         if found is None:
-            found = PROCESS.engines_made[ranks[name]] = Engines(
-                *(nccl.copy_engine_group(group, f"symmplan_{w}") for w in ("gather", "exchange"))
-            )
+            found = nccl.copy_engine_group(group, "symmplan_copy_engines")
+            PROCESS.engines_made[ranks[name]] = found
         made[name] = PROCESS.engines[group] = found
     return made
 
 
-def known(group: Any) -> Engines | None:
-    """The communicators that `engines_of` found for a process group, if they still live."""
-    found: Engines | None = PROCESS.engines.get(group)
+def known(group: Any) -> Any | None:
+    """The communicator that `engines_of` found for a process group, if it still lives."""
+    found = PROCESS.engines.get(group)
     if found is not None and _made(tuple(dist.get_process_group_ranks(group))) is not found:
         del PROCESS.engines[group]
         return None
     return found
 
 
-def known_of(groups: Mapping[str, Any]) -> dict[str, Engines]:
-    """Of each group its `known` communicators; none of what has none."""
+def known_of(groups: Mapping[str, Any]) -> dict[str, Any]:
+    """Of each group its `known` communicator; none of what has none."""
     return {name: found for name, group in groups.items() if (found := known(group)) is not None}
 
 
@@ -112,12 +89,12 @@ def asked(group: Any) -> bool:
     return group in PROCESS.engines
 
 
-def register(arena: Arena, engines: Mapping[str, Engines]) -> int:
+def register(arena: Arena, engines: Mapping[str, Any]) -> int:
     """Register segments with the communicators for copy engines.
 
     Args:
         arena: The segments.
-        engines: ``{name of a group: its communicators}``.
+        engines: ``{name of a group: its communicator}``.
 
     Returns:
         How many rendezvous were made; 0 if there were all of them already.
@@ -129,10 +106,9 @@ def register(arena: Arena, engines: Mapping[str, Engines]) -> int:
     return arena.join(
         {
             name: {
-                n: g
+                c10d.group_name(engines[group]): engines[group]
                 for group in s.rendezvous  # as they met: names sort differently over a mesh
                 if group in engines
-                for n, g in engines[group].groups.items()
             }
             for name, s in arena.segments.items()
         }
@@ -145,7 +121,7 @@ def register_known(arena: Arena) -> int:
     return register(arena, known_of({n: m.group.process_group for n, m in met.items()}))
 
 
-def require(groups: Iterable[str], engines: Mapping[str, Engines], memory: str) -> None:
+def require(groups: Iterable[str], engines: Mapping[str, Any], memory: str) -> None:
     """Refuse ``choose="copy engine"`` for a group without copy engines.
 
     Raises:
@@ -163,14 +139,13 @@ def require(groups: Iterable[str], engines: Mapping[str, Engines], memory: str) 
         )
 
 
-def _made(ranks: tuple[int, ...]) -> Engines | None:
-    """Those that were made for some ranks and were not destroyed since."""
-    found: Engines | None = PROCESS.engines_made.get(ranks)
+def _made(ranks: tuple[int, ...]) -> Any | None:
+    """The communicator that was made for some ranks and was not destroyed since."""
+    found = PROCESS.engines_made.get(ranks)
     if found is None:
         return None
     try:
-        for group in (found.gather, found.exchange):
-            dist.get_process_group_ranks(group)
+        dist.get_process_group_ranks(found)
     except (KeyError, ValueError, RuntimeError):
         del PROCESS.engines_made[ranks]
         return None

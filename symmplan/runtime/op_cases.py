@@ -16,6 +16,7 @@ from symmplan.runtime.algorithms import overload_named
 from symmplan.runtime.cases import Case, aligned, cut
 from symmplan.runtime.concurrent import concurrent_with
 from symmplan.runtime.work import flops_beside
+from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from symmplan.model import AlgorithmName
     from symmplan.runtime.algorithms import Lowering
     from symmplan.runtime.clock import Act
-    from symmplan.runtime.engines import Engines
 
 #: Arguments of all-to-alls. What has placements has equal parts.
 _SPLITS = ("output_split_sizes", "input_split_sizes")
@@ -64,7 +64,7 @@ class OpCase(Case):
         self,
         plain: Sequence[torch.Tensor],
         places: Sequence[torch.Tensor],
-        engines: Engines | None,
+        engines: Any | None,
     ) -> dict[str, Act]:
         """Functions that run it, by algorithm."""
         given = self._cut(plain)
@@ -74,7 +74,7 @@ class OpCase(Case):
             within = "two-level" if "two-level" in self.algorithms else "symmetric"
             acts[within] = self._in_placements(self.row, self.group, given, placed)
             if engines is not None and self.row.engine:
-                over = engines.name(self.row.engine)
+                over = c10d.group_name(engines)
                 acts["copy engine"] = self._in_placements(self.row, over, given, placed)
         return acts
 

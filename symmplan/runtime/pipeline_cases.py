@@ -9,6 +9,7 @@ from attrs import evolve, frozen
 
 from symmplan.memory import BACKENDS
 from symmplan.runtime.cases import Case, aligned, cut
+from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from symmplan.runtime.clock import Act
-    from symmplan.runtime.engines import Engines
 
 _C10D: Any = torch.ops._c10d_functional
 _wait = _C10D.wait_tensor
@@ -120,7 +120,7 @@ class PipelineCase(Case):
         self,
         plain: Sequence[torch.Tensor],
         places: Sequence[torch.Tensor],
-        engines: Engines | None,
+        engines: Any | None,
     ) -> Mapping[str, Act]:
         """What runs it whole, as torch would, and in parts."""
         numels, dtype = self._numels(), getattr(torch, self.dtype)
@@ -141,7 +141,7 @@ class PipelineCase(Case):
         rights: list[torch.Tensor],
         outs: list[torch.Tensor],
         there: list[list[torch.Tensor]],
-        engines: Engines | None,
+        engines: Any | None,
     ) -> Mapping[str, Act]:
         parts = [torch.chunk(out, self.ranks) for out in outs]
 
@@ -160,7 +160,7 @@ class PipelineCase(Case):
                 return _C10D.all_gather_into_tensor(left, self.ranks, self.group)  # type: ignore[no-any-return]
             (own, *_), (whole, *_) = there
             own.view_as(left).copy_(left)
-            over = engines.name("gather")
+            over = c10d.group_name(engines)
             _C10D.all_gather_into_tensor_out(own.view_as(left), self.ranks, over, out=whole)
             return whole.view(-1, self.columns)
 
@@ -180,7 +180,7 @@ class PipelineCase(Case):
         rights: list[torch.Tensor],
         outs: list[torch.Tensor],
         there: list[list[torch.Tensor]],
-        engines: Engines | None,
+        engines: Any | None,
     ) -> Mapping[str, Act]:
         width = self.widths[-1]
         # What is sent lies where the products' results do, and what comes behind it.
@@ -211,7 +211,7 @@ class PipelineCase(Case):
             if engines is None:
                 ops.shift_out(part, distance, self.ranks, self.group, out=out)
             else:  # memory for a measurement has no views of peers: as many bytes, by copy engines
-                over = engines.name("exchange")
+                over = c10d.group_name(engines)
                 ops.all_to_all_single_into(part, [], [], over, out=out)
             return out
 

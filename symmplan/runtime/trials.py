@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from symmplan.runtime.cases import Case
     from symmplan.runtime.choice import Choice
     from symmplan.runtime.clock import Act
-    from symmplan.runtime.engines import Engines
 
 #: Bytes that measuring may take on a rank, beside what plans take.
 BEYOND = 256 << 20
@@ -295,7 +294,7 @@ class _Trials:
         return min(_OFTEN, max(1, round(times)))
 
     def acts(
-        self, case: Case, there: Mapping[str, torch.Tensor], engines: Mapping[str, Engines]
+        self, case: Case, there: Mapping[str, torch.Tensor], engines: Mapping[str, Any]
     ) -> Mapping[str, Act]:
         """Functions that run a collective alone, in the symmetric bytes ``there``."""
         plain = self._plain[self.groups.index(case.group) % len(self._plain)]

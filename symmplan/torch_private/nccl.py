@@ -63,11 +63,36 @@ def subgroup(like: Any, ranks: Sequence[int], what: str) -> Any:
 
 
 def copy_engine_group(like: Any, what: str) -> Any:
-    """An NCCL communicator of the same ranks that uses copy engines. Collective, over ``like``.
+    """An NCCL communicator of the same ranks that uses copy engines, connected. Collective.
 
-    Where `has_copy_engine_policy`. On all ranks `known_groups` must be the same.
+    It has one channel, because a communicator takes bytes of the device for each: 484 MiB with
+    NCCL's default, 22 MiB with one (two H100, NCCL 2.28.9). Copy engines need none.
+
+    Args:
+        like: The group, where `has_copy_engine_policy`. On all its ranks `known_groups` must be the
+            same.
+        what: Of it, for people.
     """
-    return _made(like, dist.get_process_group_ranks(like), copy_engine_options(), what)
+    options = copy_engine_options()
+    if hasattr(options.config, "max_ctas"):
+        options.config.min_ctas = options.config.max_ctas = 1
+    group = _made(like, dist.get_process_group_ranks(like), options, what)
+    _connect(group)
+    return group
+
+
+def _connect(group: Any) -> None:
+    """Connect a communicator that has run nothing, if possible without a collective.
+
+    Its first collective would take more bytes of the device. Collective, over ``group``.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    connect = getattr(group._get_backend(device), "eager_connect_single_device", None)
+    if connect is not None:
+        connect(device)
+        return
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    torch.cuda.synchronize(device)
 
 
 def _made(like: Any, ranks: Sequence[int], options: Any, what: str) -> Any:

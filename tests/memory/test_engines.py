@@ -1,17 +1,25 @@
-"""Communicators for copy engines, without any: in which order segments are registered with them."""
+"""Communicators for copy engines, without any: what they are made of, and what runs over them."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 from attrs import evolve
 
 import symmplan
-from symmplan.memory import realize
+from symmplan.integrate.fsdp.memory import Memory
+from symmplan.memory import realize, torch_symm
 from symmplan.model import Access, Buffer, Operation, Problem, SegmentSpec
+from symmplan.process import PROCESS
 from symmplan.runtime.engines import register
+from symmplan.runtime.options import Options
 from symmplan.runtime.tenants import timed
+from symmplan.torch_private import nccl
+
+CPU = torch.device("cpu")
 
 
 def _arena(names, met):
@@ -33,12 +41,91 @@ def test_segments_are_registered_in_the_order_in_which_they_met_their_groups(nam
     row, column = names
     arena, joined = _arena(names, met=(row, column))
     engines = {
-        name: SimpleNamespace(groups={f"{place} gather": None, f"{place} exchange": None})
+        name: SimpleNamespace(group_name=f"{place} engines")
         for name, place in ((column, "column"), (row, "row"))
     }
     register(arena, engines)
-    wanted = ["row gather", "row exchange", "column gather", "column exchange"]
-    assert joined == [("s0", wanted)]
+    assert joined == [("s0", ["row engines", "column engines"])]
+
+
+class _Backend:
+    """What a process group of NCCL has below it."""
+
+    def __init__(self, options):
+        self.options = options
+
+
+class _Connects(_Backend):
+    """The same in a torch that connects without a collective."""
+
+    connected = False
+
+    def eager_connect_single_device(self, device):
+        assert device.type == "cuda"
+        self.connected = True
+
+
+@pytest.mark.parametrize("backend", [_Backend, _Connects])
+@pytest.mark.parametrize("has_ctas", [True, False])
+def test_a_communicator_for_copy_engines_has_one_channel_and_is_connected(
+    monkeypatch, backend, has_ctas
+):
+    """NCCL takes bytes of the device for each channel, and again for a first collective."""
+    ctas = {"min_ctas": 0, "max_ctas": 0} if has_ctas else {}
+    config = SimpleNamespace(cta_policy=0, **ctas)
+    library = SimpleNamespace(
+        Options=lambda: SimpleNamespace(config=config), NCCL_CTA_POLICY_ZERO=2
+    )
+    made, reduced = [], []
+
+    def new_group(*_, pg_options, **__):
+        made.append(below := backend(pg_options))
+        return SimpleNamespace(_get_backend=lambda _: below)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", library, raising=False)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
+    monkeypatch.setattr(dist, "all_reduce", lambda _, group: reduced.append(group))
+    world = SimpleNamespace(bound_device_id="cuda:0")
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: world)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    like = SimpleNamespace(_get_backend=lambda _: _Backend(SimpleNamespace(_timeout=5)))
+    group = nccl.copy_engine_group(like, "engines")
+    wanted = {"cta_policy": 2, **({"min_ctas": 1, "max_ctas": 1} if has_ctas else {})}
+    assert vars(config) == wanted
+    assert made[0].options._timeout == 5
+    assert getattr(made[0], "connected", None) is (True if backend is _Connects else None)
+    assert reduced == ([] if backend is _Connects else [group])
+    assert world.bound_device_id == "cuda:0"
+
+
+def test_no_ordinary_collective_runs_over_a_communicator_for_copy_engines(monkeypatch):
+    """Neither before a segment is registered with it, nor when ranks meet after a push."""
+    ours, theirs = (SimpleNamespace(rank=lambda: 1, group_name=n) for n in ("ours", "theirs"))
+    reduced = []
+    monkeypatch.setattr(PROCESS, "engines_made", {(0, 1): ours})
+    monkeypatch.setattr(nccl, "serves", lambda _: True)
+    monkeypatch.setattr(dist, "all_reduce", lambda _, group: reduced.append(group))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    for group in (ours, theirs):
+        torch_symm._warm_up(SimpleNamespace(name=group.group_name, process_group=group), CPU)
+    assert reduced == [theirs]
+
+    met = []
+    segment = SimpleNamespace(
+        meeting=lambda group: met.append(group) or SimpleNamespace(), peers=lambda _: ()
+    )
+    memory = Memory(Options())
+    memory.groups, memory.engines, memory._device = {"theirs": theirs}, {"theirs": ours}, CPU
+    memory._arenas.append(SimpleNamespace(segments={"s0": segment}, give_back=lambda: None))
+    scheduled = SimpleNamespace(
+        call=SimpleNamespace(group="theirs"), place=SimpleNamespace(segment="s0")
+    )
+    memory.pushes(scheduled)
+    assert met == [theirs]
+    memory._arenas.clear()
 
 
 def test_parts_of_one_segment_meet_each_in_its_own_groups():

@@ -60,7 +60,7 @@ AGREED = {
     "the plan, and what was agreed with it": """
         Pushes _arenas _bounds storage layout _one_sided
         _outputs _peers _plain _pushes _run begin bisect_left call carried end
-        chosen collectives counts zero_copy unshards exchange get groups
+        chosen collectives counts zero_copy unshards get groups
         index live meeting memory nbytes offset offsets other p
         place reason received schedule segment segments site take_shared
         tensor view algorithm parts

@@ -22,6 +22,7 @@ from symmplan.integrate.compile.turns import Shared, released
 from symmplan.memory.streams import synchronize
 from symmplan.planner.fingerprint import visible
 from symmplan.runtime.engines import known_of, register
+from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -262,7 +263,7 @@ class Pool:
 
 def _meet_engines(shared: Shared, groups: dict[str, Any]) -> int:
     found = known_of(groups)
-    gone = shared.engines - {name for engines in found.values() for name in engines.groups}
+    gone = shared.engines - {c10d.group_name(group) for group in found.values()}
     if gone:
         raise RunError(
             f"a graph was compiled for communicators that are gone: {sorted(gone)}",

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from symmplan.model import AlgorithmName
     from symmplan.runtime.chooser import Chosen
     from symmplan.runtime.clock import Act
-    from symmplan.runtime.engines import Engines
 
 __all__ = ["CallCase", "case_of", "demotables_of", "why_not_measured"]
 
@@ -49,7 +48,7 @@ class CallCase(Case):
         self,
         plain: Sequence[torch.Tensor],
         places: Sequence[torch.Tensor],
-        engines: Engines | None,
+        engines: Any | None,
     ) -> dict[str, Act]:
         """What runs it by each algorithm."""
         if self.op == "all_gather":
@@ -71,7 +70,7 @@ class CallCase(Case):
         return resolve_groups([self.group])[self.group].process_group
 
     def _gathers(
-        self, plain: torch.Tensor, placed: torch.Tensor, engines: Engines | None
+        self, plain: torch.Tensor, placed: torch.Tensor, engines: Any | None
     ) -> dict[str, Callable[[], Any] | None]:
         group = self._group
         algorithms: dict[str, tuple[str, torch.Tensor, Any]] = {"ordinary": ("local", plain, group)}
@@ -79,7 +78,7 @@ class CallCase(Case):
         if within in self.algorithms:
             algorithms[within] = self.memory, placed, group
         if engines is not None:
-            algorithms["copy engine"] = self.memory, placed, engines.gather
+            algorithms["copy engine"] = self.memory, placed, engines
         gather, _ = fsdp2.comms(None)
         count = placed.numel() // self.ranks
         mine = slice(group.rank() * count, (group.rank() + 1) * count)
@@ -92,7 +91,7 @@ class CallCase(Case):
         self,
         ordinary: Sequence[torch.Tensor],
         places: Sequence[torch.Tensor],
-        engines: Engines | None,
+        engines: Any | None,
     ) -> dict[str, Callable[[], Any] | None]:
         _, scatter = fsdp2.comms(None)
         plain, output = ordinary
@@ -107,7 +106,7 @@ class CallCase(Case):
             act = scatters(memory, scatter, output, tensor, group, op, async_op=False)
             acts[algorithm] = _copied_in(tensor, source, act)
         if engines is not None:
-            act = exchanges(output, placed, received, engines.exchange, op)
+            act = exchanges(output, placed, received, engines, op)
             acts["copy engine"] = _copied_in(placed, plain, act)
             if "push" in self.algorithms:  # it is such an all-to-all of what need not be copied
                 acts["push"] = act

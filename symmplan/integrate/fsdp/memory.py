@@ -35,7 +35,7 @@ from symmplan.memory.device_memory import (
 from symmplan.memory.held import bytes_beside
 from symmplan.memory.room import Usage
 from symmplan.memory.streams import current_stream, synchronize
-from symmplan.runtime.engines import Engines, known_of, register
+from symmplan.runtime.engines import known_of, register
 from symmplan.runtime.leases import Lease, Ledger, in_use, set_aside
 from symmplan.runtime.prepare import Preparation
 
@@ -62,7 +62,7 @@ class Memory:
         groups: ``{name: process group}`` in the order of first use.
         levels: Those that are served in two levels.
         unreached: ``{name: why}`` of those that no segment can serve.
-        engines: ``{name of a group: communicators for copy engines}``.
+        engines: ``{name of a group: its communicator for copy engines}``.
         rendezvous: How many rendezvous were made.
         tenants: Who was seen to run, in that order, None for those that are over; see
             `symmplan.runtime.tenants`.
@@ -77,7 +77,7 @@ class Memory:
         self.groups: dict[str, Any] = {}
         self.levels: frozenset[str] = frozenset()
         self.unreached: Mapping[str, str] = {}
-        self.engines: dict[str, Engines] = {}
+        self.engines: dict[str, Any] = {}
         self.rendezvous = 0
         self.tenants: list[Tenant | None] = []
         self.captured = False
@@ -202,10 +202,8 @@ class Memory:
 
     def over(self, call: Call, algorithm: Algorithm) -> Any:
         """The process group over which a collective runs."""
-        engines = self.engines.get(call.group) if algorithm.name == "copy engine" else None
-        if engines is None:
-            return self.groups[call.group]
-        return engines.gather if call.key.kind == "all_gather" else engines.exchange
+        group = self.groups[call.group]
+        return self.engines.get(call.group, group) if algorithm.name == "copy engine" else group
 
     def element(self, place: Placement, dtype: torch.dtype) -> torch.Tensor:
         """One element that looks like all of a buffer to which nothing is copied."""
@@ -221,10 +219,7 @@ class Memory:
         group = scheduled.call.group
         if group not in self._pushes:
             segment = self._arenas[0].segments[scheduled.place.segment]
-            engines = self.engines.get(group)
-            synchronizes = segment.meeting(
-                self.groups[group] if engines is None else engines.exchange
-            )
+            synchronizes = segment.meeting(self.groups[group])
             peers, rank = segment.peers(self.groups[group]), self.groups[group].rank()
             self._pushes[group] = Pushes(peers, synchronizes, rank, self.device)
         return self._pushes[group]
@@ -358,7 +353,7 @@ class Memory:
 
         return self.preparation.obtain(plan, self.device, groups, with_engines)
 
-    def _known_engines(self) -> dict[str, Engines]:
+    def _known_engines(self) -> dict[str, Any]:
         """Communicators for copy engines, where collectives may run by them."""
         if self._options.chosen(self.device) in ("symmetric", "ordinary"):
             return {}
