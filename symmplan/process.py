@@ -154,6 +154,11 @@ class Process:
     #: Each FSDP2 `Runtime`, whose ``tenant_ran`` is called: written by it, read when a tenant runs.
     watchers: WeakSet[Any] = field(factory=WeakSet)
 
+    #: ``{torch.device: Device}`` that was asked for: written and read by `device_of`.
+    devices: dict[Any, Any] = field(factory=dict)
+    #: ``{type of a device: subclass of Device}`` in place of the usual one, which tests write by
+    #: `replace_kind`: read by `kind_of`. A child has the same devices.
+    device_kinds: dict[str, Any] = field(factory=dict, metadata=_INHERITED)
     #: ``{device: stream}`` of what may not run on the default one: written and read by
     #: `off_default_stream`.
     side_streams: dict[Any, Any] = field(factory=dict)

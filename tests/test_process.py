@@ -64,7 +64,17 @@ def is_fresh(process):
 
 NAMES = {f.name for f in attrs.fields(Process)}
 #: What a child has of its parent, by its nature.
-STAY = {"segments", "thread", "kept", "pools", "ranks", "world", "watching", "listening"}
+STAY = {
+    "device_kinds",
+    "segments",
+    "thread",
+    "kept",
+    "pools",
+    "ranks",
+    "world",
+    "watching",
+    "listening",
+}
 
 
 def test_a_process_begins_fresh_and_is_written_to():

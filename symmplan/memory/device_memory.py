@@ -13,9 +13,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
-
 from symmplan.coordination.world import current
+from symmplan.device import DeviceMemory, device_of
 from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
@@ -24,34 +23,12 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "DeviceMemory",
     "beyond_segments",
     "counting",
     "device_memory",
     "empty_cache",
     "most_lately",
 ]
-
-
-@frozen
-class DeviceMemory:
-    """Bytes of a device at a moment.
-
-    Attributes:
-        free: Free bytes, by the driver.
-        reserved: Bytes that torch's allocator has from the driver, in use or cached.
-        most_reserved: The most that it had so far.
-        allocated: Bytes of these that tensors have.
-        most_allocated: The most that they had so far.
-        total: Bytes of the device.
-    """
-
-    free: int
-    reserved: int = 0
-    most_reserved: int = 0
-    allocated: int = 0
-    most_allocated: int = 0
-    total: int = 0
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
@@ -63,20 +40,7 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
     if world is not None:
         now, most = world.allocated()
         return DeviceMemory(1 << 60, now, most, now, most) if world.devices else None
-    if device.type != "cuda":
-        return None
-    import torch
-
-    known = torch.cuda.memory_stats(device)
-    free, total = torch.cuda.mem_get_info(device)
-    reserved, most_reserved, allocated, most_allocated = (
-        int(known.get(f"{what}_bytes.all.{which}", 0))
-        for what in ("reserved", "allocated")
-        for which in ("current", "peak")
-    )
-    return DeviceMemory(
-        int(free), reserved, most_reserved, allocated, most_allocated, total=int(total)
-    )
+    return device_of(device).memory()
 
 
 def most_lately(there: DeviceMemory, before: int, asker: object) -> int:
@@ -97,12 +61,10 @@ def most_lately(there: DeviceMemory, before: int, asker: object) -> int:
 
 def empty_cache(device: torch.device) -> None:
     """Return the bytes that torch's allocator has cached to the driver. Collective: no."""
-    if device.type == "cuda":
-        import torch
-
-        with torch.cuda.device(device):
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+    there = device_of(device)
+    with there.current():
+        there.synchronize()
+        there.empty_cache()
 
 
 @contextlib.contextmanager

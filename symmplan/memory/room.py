@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from symmplan.memory.device_memory import DeviceMemory
+    from symmplan.device import DeviceMemory
 
 __all__ = ["LEFT", "Room", "Usage", "agreed_room", "free_bytes", "room_on"]
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from ranks import RankPool, pool_of
 
 import symmplan
+from symmplan.device import DeviceMemory
 from symmplan.memory import device_memory, realize
-from symmplan.memory.device_memory import DeviceMemory, beyond_segments, counting
+from symmplan.memory.device_memory import beyond_segments, counting
 from symmplan.memory.local import LocalBackend
 from symmplan.model import Problem
 from symmplan.process import PROCESS

@@ -11,8 +11,8 @@ from ranks import pool_of
 import symmplan
 from symmplan.capture.fsdp_memory import needed, needed_more
 from symmplan.capture.fsdp_recording import Key, Look, Recording
+from symmplan.device import DeviceMemory
 from symmplan.memory import room
-from symmplan.memory.device_memory import DeviceMemory
 from symmplan.memory.room import Usage, room_on
 
 two = pool_of(2, timeout=120)

@@ -1,0 +1,173 @@
+"""What symmplan asks of a device. Here is also what the CPU answers.
+
+[Note: streams and events]
+    They are torch's objects, or doubles of them. Of a stream symmplan uses ``device``,
+    ``wait_stream``, ``wait_event``, ``record_event``, ``synchronize`` and equality. Of an event it
+    uses ``record``, ``wait``, ``query``, ``synchronize`` and ``elapsed_time``, all as those of
+    ``torch.Stream`` and ``torch.Event``. A device without streams has None in their place, and its
+    work is over when the call that started it returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
+
+    import torch
+
+__all__ = ["Device", "DeviceMemory"]
+
+
+@frozen
+class DeviceMemory:
+    """Bytes of a device at a moment.
+
+    Attributes:
+        free: Free bytes, by the driver.
+        reserved: Bytes that torch's allocator has from the driver, in use or cached.
+        most_reserved: The most that it had so far.
+        allocated: Bytes of these that tensors have.
+        most_allocated: The most that they had so far.
+        total: Bytes of the device.
+    """
+
+    free: int
+    reserved: int = 0
+    most_reserved: int = 0
+    allocated: int = 0
+    most_allocated: int = 0
+    total: int = 0
+
+
+class Device:
+    """One device, such as the CPU. Accelerators derive from it. Nothing here is collective.
+
+    Args:
+        device: Which. Without an index it is the current one.
+
+    Attributes:
+        device: Which, with its index if its kind has several.
+        is_accelerator: Whether its work runs on streams, behind the host's back, in memory of its
+            own.
+        has_kernels: Whether Triton compiles kernels for it.
+        pins_memory: Whether copies from the host's memory are faster if that is pinned.
+        stream_number: Gives the current stream as a number, quickly. See `number_of`.
+    """
+
+    is_accelerator: ClassVar[bool] = False
+    has_kernels: ClassVar[bool] = False
+    pins_memory: ClassVar[bool] = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream_number: Callable[[], int] = lambda: 0
+
+    @staticmethod
+    def is_available() -> bool:
+        """Whether this process has a device of the kind."""
+        return True
+
+    @staticmethod
+    def names() -> list[str]:
+        """The name of each device of the kind that this process has, for people."""
+        return ["cpu"]
+
+    # What it is among others.
+
+    def uuid(self) -> str:
+        """Names it among all devices; empty if nobody says."""
+        return ""
+
+    def blocked(self) -> list[str]:
+        """The names, as `uuid` has them, of devices here whose memory it cannot address."""
+        return []
+
+    def has_multicast(self) -> bool:
+        """Whether it takes part in NVLink multicast."""
+        return False
+
+    def current(self) -> AbstractContextManager[Any]:
+        """It is the current device inside."""
+        return contextlib.nullcontext()
+
+    def set_current(self) -> None:
+        """It is the current device of this thread from now on."""
+
+    # Streams and events. See [Note: streams and events].
+
+    def current_stream(self) -> Any:
+        """The current stream."""
+        return None
+
+    def default_stream(self) -> Any:
+        """The stream that is current unless a program says otherwise."""
+        return None
+
+    def new_stream(self) -> Any:
+        """Another stream, on which work waits for nothing."""
+        return None
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """A stream of this device is the current one inside."""
+        return contextlib.nullcontext()
+
+    def number_of(self, stream: Any) -> int | None:  # noqa: ARG002
+        """A stream as a number; None if it is no stream of an accelerator."""
+        return None
+
+    def event(self, *, timed: bool = False) -> Any:  # noqa: ARG002
+        """An event that is not recorded yet; a ``timed`` one measures milliseconds."""
+        return None
+
+    def synchronize(self) -> None:
+        """Wait for all of its work."""
+
+    def followed(
+        self,
+        after: Mapping[str, Callable[..., None]],  # noqa: ARG002
+    ) -> AbstractContextManager[None]:
+        """While inside, what orders streams is followed by other functions.
+
+        Args:
+            after: ``{name: called behind each call, with its arguments}`` of ``"Event.record"``,
+                ``"Event.wait"``, ``"Event.synchronize"``, ``"Stream.synchronize"`` and
+                ``"cuda.synchronize"``, which waits for all of a device's work.
+        """
+        return contextlib.nullcontext()
+
+    # Captures of graphs.
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is captured into a graph."""
+        return False
+
+    def capture_of(self, stream: Any = None) -> int:  # noqa: ARG002
+        """Number of the capture that a stream is in, the current one if None; 0 if in none."""
+        return 0
+
+    # Bytes.
+
+    def free_bytes(self) -> tuple[int, int]:
+        """The free and all bytes of an accelerator, by its driver."""
+        raise NotImplementedError
+
+    def memory(self) -> DeviceMemory | None:
+        """Its bytes now; None if torch has no caching allocator for it."""
+        return None
+
+    def empty_cache(self) -> None:
+        """Return the bytes that torch's allocator has cached to the driver, of all devices."""
+
+    def pool(self, allocator: Any) -> Any:
+        """An accelerator's pool of memory that comes from an allocator, see `from_pool`."""
+        raise NotImplementedError
+
+    def from_pool(self, pool: Any) -> AbstractContextManager[None]:
+        """What this thread allocates inside comes from a pool."""
+        raise NotImplementedError

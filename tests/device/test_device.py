@@ -1,0 +1,121 @@
+"""The facade of a device: what the CPU answers, what is asked of CUDA, and a kind in its place."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from symmplan.device import Device, accelerator, device_of, kind_of, replace_kind
+from symmplan.device.cuda import CudaDevice
+from symmplan.process import PROCESS
+
+CPU = torch.device("cpu")
+
+
+class Accelerator(Device):
+    is_accelerator = True
+
+
+@pytest.fixture
+def replaced():
+    replace_kind("cpu", Accelerator)
+    yield
+    replace_kind("cpu", None)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Two CUDA devices that tell what was asked of them; the current one is in the list."""
+    monkeypatch.setattr(PROCESS, "devices", {})
+    current, told = [0], []
+
+    def tells(name, answer=None):
+        def asked(*given, **named):
+            told.append((name, *given, *named.values()))
+            return answer
+
+        return asked
+
+    for name in ("current_stream", "default_stream", "set_device", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, tells(name, name))
+    monkeypatch.setattr(torch.cuda, "set_stream", tells("set_stream"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (10 + index, 100))
+    stats = {"reserved_bytes.all.current": 5, "allocated_bytes.all.peak": 4}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda index: stats)
+    return current, told
+
+
+def test_work_of_the_cpu_is_over_at_once():
+    cpu = device_of(CPU)
+    assert cpu is device_of(CPU)
+    assert not cpu.is_accelerator
+    streams = [cpu.current_stream(), cpu.default_stream(), cpu.new_stream(), cpu.event(timed=True)]
+    assert streams == [None] * 4
+    with cpu.current(), cpu.on_stream(None), cpu.followed({}):
+        cpu.synchronize()
+        cpu.empty_cache()
+    assert not cpu.is_capturing()
+    assert [cpu.capture_of(), cpu.stream_number(), cpu.memory(), cpu.blocked()] == [0, 0, None, []]
+
+
+def test_a_device_without_an_index_is_the_current_one(cuda):
+    current, told = cuda
+    first = device_of(torch.device("cuda"))
+    assert first.device == torch.device("cuda", 0)
+    assert first is device_of(torch.device("cuda", 0))
+    current[0] = 1
+    second = device_of(torch.device("cuda"))
+    assert second.device == torch.device("cuda", 1)
+    for device in (first, second):
+        device.current_stream()
+        device.synchronize()
+    assert told == [
+        ("current_stream", 0),
+        ("synchronize", 0),
+        ("current_stream", 1),
+        ("synchronize", 1),
+    ]
+
+
+def test_bytes_are_the_drivers_and_the_allocators(cuda):
+    there = device_of(torch.device("cuda", 1)).memory()
+    assert (there.free, there.total, there.reserved, there.most_reserved) == (11, 100, 5, 0)
+    assert (there.allocated, there.most_allocated) == (0, 4)
+
+
+def test_the_current_stream_is_as_before_behind_another_one(cuda):
+    current, told = cuda
+    device = device_of(torch.device("cuda", 1))
+
+    class Other:
+        device_index = 1
+
+    for there in (1, 0):
+        current[0], told[:] = there, []
+        with device.on_stream(Other):
+            assert told[-1] == ("set_stream", Other)
+        here = [("current_stream", 0), ("current_stream", 1)][there:]
+        back = [("set_stream", "current_stream")] * len(here)
+        assert told == [*here, ("set_stream", Other), *back]
+
+
+def test_tests_have_other_kinds(replaced):
+    assert isinstance(device_of(CPU), Accelerator)
+    assert accelerator() == CPU
+    replace_kind("cpu", None)
+    assert kind_of(CPU) is Device
+    assert not device_of(CPU).is_accelerator
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it has one")
+def test_this_process_has_no_accelerator():
+    assert accelerator() is None
+    assert CudaDevice.names() == []
+
+
+def test_cuda_answers_all_that_is_asked():
+    names = [n for n, v in vars(Device).items() if inspect.isfunction(v) or isinstance(v, bool)]
+    assert set(names) <= {*vars(CudaDevice)}
