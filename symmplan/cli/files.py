@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
-__all__ = ["add_output_arguments", "check_output_arguments", "from_text"]
+__all__ = ["add_output_arguments", "check_output_arguments", "check_outputs", "from_text"]
 __all__ += ["kind_of", "plan_result", "read_text", "render_plan"]
 __all__ += ["write_all", "write_text", "written_lines"]
 
 
 _Read = TypeVar("_Read")
 
+#: Options that name a file to be written.
+_OUTPUTS = ("output", "html", "perfetto", "memory_viz")
 #: In JSON no name can look like this: its quotes would be escaped.
 _FORMAT = re.compile(r'"format"\s*:\s*"symmplan\.(\w+)"')
 
@@ -52,6 +54,21 @@ def check_output_arguments(args: argparse.Namespace) -> None:
     """
     if args.beside is not None and args.html is None:
         args.parser.error("argument --beside: is drawn in --html, which is not there")
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Look, before any work, whether the files that it ends with can be written.
+
+    Raises:
+        OSError: One cannot: its folder is not there, or it is a folder itself.
+    """
+    for path in (getattr(args, option, None) for option in _OUTPUTS):
+        if path is None:
+            continue
+        is_new = not path.exists()
+        path.open("a").close()
+        if is_new:
+            path.unlink()
 
 
 def write_all(

@@ -22,14 +22,16 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "render", "run"]
 
-_LEGEND = (
-    "pad: uses the signal pad of its segment (+pad: only this tensor does). handshake: touches no "
-    "symmetric byte before all ranks have started it. release: ends only after all ranks have "
-    "finished their accesses. synchronizes: ends only after all ranks have started it. enters: "
-    "peers touch a rank's bytes only after that rank has started it; releases: peers no longer "
-    "touch them after that rank has ended it. async: wait_tensor ends it. out: the variant that "
-    "writes into given tensors. name@16: aligned to 16 bytes instead of 256."
-)
+_LEGEND = """\
+pad: uses the signal pad of its segment (+pad: only this tensor does)
+handshake: touches no symmetric byte before all ranks have started it
+release: ends only after all ranks have finished their accesses
+synchronizes: ends only after all ranks have started it
+enters: peers touch a rank's bytes only after that rank has started it
+releases: peers no longer touch them after that rank has ended it
+async: wait_tensor ends it
+out: the variant that writes into given tensors
+name@16: aligned to 16 bytes instead of 256"""
 _CODE = re.compile(r"\w+::\w+|\b_c10d_functional\b")
 
 

@@ -8,18 +8,22 @@ is always verified by code that did not make it.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmplan.cli import files
 from symmplan.cli.files import render_plan as render
-from symmplan.cli.screen import log_on_stderr
 from symmplan.errors import CommandError, PlanningError
 from symmplan.model import Problem
 from symmplan.planner.budget import bytes_of
 from symmplan.planner.intervals import problem_from_csv
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["add_arguments", "render", "run"]
 
@@ -71,10 +75,26 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     what = f"planning {len(problem.buffers):,} buffers, effort {args.effort} ..."
     print(what, file=sys.stderr, flush=True)
     begin = time.perf_counter()
-    with log_on_stderr():  # how far a long search is
+    with _log_on_stderr():  # how far a long search is
         plan = make_plan(problem, effort=args.effort, capacity=args.capacity)
     middle = time.perf_counter()
     plan.verify()
     end = time.perf_counter()
     times = {"plan_s": round(middle - begin, 6), "verify_s": round(end - middle, 6)}
     return {**files.plan_result(plan, args), **times}
+
+
+@contextlib.contextmanager
+def _log_on_stderr() -> Iterator[None]:
+    """Show what symmplan logs meanwhile, unless somebody shows it already."""
+    log, handler = logging.getLogger("symmplan"), logging.StreamHandler()
+    level, quiet = log.level, not log.isEnabledFor(logging.INFO)
+    if quiet:
+        log.setLevel(logging.INFO)
+        log.addHandler(handler)
+    try:
+        yield
+    finally:
+        if quiet:
+            log.setLevel(level)
+            log.removeHandler(handler)

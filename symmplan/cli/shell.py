@@ -25,30 +25,25 @@ Exit codes:
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
-import difflib
 import importlib
-import importlib.util
 import json
 import os
 import signal
 import sys
-import textwrap
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from symmplan import __version__
-from symmplan.cli.mistakes import check_outputs, meant, program_error, unusable
-from symmplan.cli.screen import fitted, write
+from symmplan.cli.failures import program_error, unusable
+from symmplan.cli.files import check_outputs
 from symmplan.errors import CommandError, SymmplanError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from types import FrameType, ModuleType
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import FrameType
 
-__all__ = ["COMMANDS", "EXIT_CODES", "benches", "load", "main"]
+__all__ = ["BENCHES", "COMMANDS", "load", "main", "parser_of", "perform"]
 
 #: Name -> one line for ``--help``, in the order in which a newcomer needs them.
 COMMANDS = {
@@ -59,28 +54,20 @@ COMMANDS = {
     "ops": "list every op with declared symmetric arguments and results",
     "doctor": "print what this machine and this torch can do",
     "bench": "run a benchmark",
-    "completion": "print a script with which bash, zsh or fish completes this command",
+}
+BENCHES = {
+    "comm": "time collectives in shared memory and gloo's; write a tuning table",
+    "fsdp": "train under FSDP2 with and without symmplan, and compare",
+    "moe": "time expert-parallel layers with and without symmplan",
+    "compile": "compile programs with plain Inductor and with symmplan, and compare",
+    "concurrent": "run sharded gathers beside tensor-parallel sums",
+    "eager": "time the host cost of an eager session",
+    "planner": "measure the planner",
 }
 
-EXIT_CODES = (
-    "exit codes: 0 done; 1 an error, or a check that failed; 2 wrong usage; "
-    "130 interrupted; 143 terminated"
-)
-
-
-def benches() -> dict[str, str]:
-    """The benchmarks that exist: name -> first line of the module's docstring.
-
-    The files are parsed, not imported, so that listing them costs nothing and cannot fail.
-    """
-    found: dict[str, str] = {}
-    for path in sorted((Path(__file__).parent.parent / "bench").glob("[!_]*.py")):
-        try:
-            doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-        except (OSError, SyntaxError, ValueError):
-            doc = None
-        found[path.stem] = (doc or "").partition("\n")[0]
-    return found
+_EXIT_CODES = """\
+exit codes: 0 done; 1 an error, or a check that failed; 2 wrong usage;
+130 interrupted; 143 terminated"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,25 +80,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: see `symmplan.cli.shell`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    command = _find(words)
+    prog, names, rest = "symmplan", COMMANDS, words
+    if words[:1] == ["bench"]:
+        prog, names, rest = "symmplan bench", BENCHES, words[1:]
+
+    def act() -> int:
+        if not rest or rest[0] not in names:
+            _listing(prog, names).parse_args(rest)
+            return 2
+        return _run(f"{prog} {rest[0]}", load(prog, rest[0]), rest[1:])
+
+    return _reported(act, words)
+
+
+def perform(prog: str, module: Any, words: Sequence[str]) -> int:
+    """Run a module that is written as a command; the exit code.
+
+    Args:
+        prog: What the user calls, for the usage: ``"python benchmarks/planner.py"``.
+        module: It has ``add_arguments`` and ``run``, and may have ``render``.
+        words: The words after ``prog``.
+    """
+    return _reported(lambda: _run(prog, module, words), words)
+
+
+def _reported(act: Callable[[], int], words: Sequence[str]) -> int:
+    """Do it; report an error in the command's way."""
     debug = "--debug" in words
     try:
-        module = load(command) if command else None
-        parser = _parser(command, module)
-        try:
-            _check_names(words, parser)
-            args, unknown = parser.parse_known_args(words)
-            if unknown:  # the command's usage says what it knows
-                known = getattr(args, "parser", parser)
-                known.error(f"unknown: {' '.join(unknown)}{meant(unknown, known)}")
-        except SystemExit as stop:  # argparse has printed help or the version
-            return stop.code if isinstance(stop.code, int) else 2
-        if module is None:
-            parser.print_help(sys.stderr)
-            return 2
-        check_outputs(args)
-        with _ending_on_signals():
-            return _print(module, args, module.run(args))
+        return act()
+    except SystemExit as stop:  # argparse has printed help or the version; a signal
+        if not isinstance(stop.code, int):
+            raise
+        return stop.code
     except UsageError as error:
         if "--json" not in words:
             print(error.fix, file=sys.stderr)
@@ -141,6 +142,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(failure), words, failure)
 
 
+def _run(prog: str, module: Any, words: Sequence[str]) -> int:
+    args = parser_of(prog, module).parse_args(words)
+    check_outputs(args)
+    with _ending_on_signals():
+        result = module.run(args)
+    if result is None:
+        return 0
+    if args.json:
+        text = json.dumps(result, indent=2)
+    elif hasattr(module, "render"):
+        text = str(module.render(result))
+    else:
+        text = "\n".join(f"{key}: {value}" for key, value in result.items())
+    print(text, flush=True)
+    return 0 if result.get("ok", True) else 1
+
+
 @contextlib.contextmanager
 def _ending_on_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP unwind the stack, so that what a command started ends with it."""
@@ -160,14 +178,6 @@ def _ending_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        """A mistake in the words."""
-        raise UsageError(message, fix=self.format_usage().strip())
-
-
 def _fail(message: str, words: Sequence[str], error: SymmplanError, *, code: int = 1) -> int:
     """Say what is wrong: on stderr, or with ``--json`` as the result."""
     if "--json" in words:
@@ -176,115 +186,57 @@ def _fail(message: str, words: Sequence[str], error: SymmplanError, *, code: int
         told |= {k: None if v is None else str(v) for k, v in parts.items()}
         print(json.dumps({"ok": False, "error": told}, indent=2))
         return code
-    print(fitted(f"symmplan: {message}", stream=sys.stderr), file=sys.stderr)
+    print(f"symmplan: {message}", file=sys.stderr)
     return code
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Fills paragraphs to the width of the terminal; what is indented or listed stays as it is."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        parts = []
-        for part in text.strip().split("\n\n"):
-            lines = part.splitlines()
-            plain = not any(line.startswith((" ", "- ", "|")) for line in lines)
-            parts.append(textwrap.fill(part, width) if plain else part)
-        return textwrap.indent("\n\n".join(parts), indent)
-
-
-def _check_names(words: list[str], parser: argparse.ArgumentParser) -> None:
-    """Refuse a command that is not there, with the name of one that may be meant."""
-    names = [word for word in words if not word.startswith("-")]
-    what, known = "command", list(COMMANDS)
-    if names[:1] == ["bench"]:
-        what, known, names = "benchmark", list(benches()), names[1:]
-    if names and names[0] not in known:
-        close = difflib.get_close_matches(names[0], known, 1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-        parser.error(f"there is no {what} {names[0]!r}: {hint}")
-
-
-def _find(words: list[str]) -> str:
-    """The command that ``words`` name, such as ``"bench planner"``.
-
-    Empty for ``--help``, ``--version`` and mistakes.
-    """
-    names = [word for word in words if not word.startswith("-")]
-    if names[:1] == ["bench"]:
-        return f"bench {names[1]}" if len(names) > 1 and names[1] in benches() else ""
-    return names[0] if names and names[0] in COMMANDS else ""
-
-
-def load(command: str) -> ModuleType:
-    """The module of a command, such as ``"plan"`` or ``"bench planner"``.
+def load(prog: str, name: str) -> Any:
+    """The module of a command: ``load("symmplan", "plan")``, ``load("symmplan bench", "comm")``.
 
     Raises:
-        CommandError: It is not there, or cannot be imported.
+        CommandError: It cannot be imported.
     """
-    bench = command.partition(" ")[2]
-    name = f"symmplan.bench.{bench}" if bench else f"symmplan.cli.{command}"
-    if importlib.util.find_spec(name) is None:
-        raise CommandError(
-            f"symmplan {command} is not part of this installation",
-            expected=f"a module {name}",
-            fix="install symmplan again: python -m pip install --force-reinstall symmplan",
-        )
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(f"symmplan.{'bench' if ' ' in prog else 'cli'}.{name}")
     except ImportError as error:
         raise CommandError(
-            f"symmplan {command} needs something that cannot be imported: {error}",
+            f"{prog} {name} needs something that cannot be imported: {error}",
             fix="install what is missing, or see `symmplan doctor`",
         ) from error
 
 
-def _parser(command: str, module: ModuleType | None) -> argparse.ArgumentParser:
-    """The whole parser, with the options of the one command that will run."""
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", action="store_true", help="print the result as JSON")
-    common.add_argument("--debug", action="store_true", help="show tracebacks of reported errors")
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would print and exit."""
 
-    def add(to: Any, words: str, line: str, *parents: argparse.ArgumentParser) -> Any:
-        chosen = module if words == command else None
-        parser = to.add_parser(
-            words.rpartition(" ")[2],
-            help=line,
-            description=(chosen.__doc__ if chosen else None) or line,
-            epilog=EXIT_CODES,
-            formatter_class=_Help,
-            parents=parents,
-        )
-        if chosen is not None:
-            chosen.add_arguments(parser)
-            parser.set_defaults(parser=parser)
-        return parser
+    def __init__(self, prog: str, about: str | None) -> None:
+        shape = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, description=about, epilog=_EXIT_CODES, formatter_class=shape)
 
-    parser = _Parser(
-        prog="symmplan",
-        description="Declare, plan and place tensors in symmetric memory.",
-        epilog=EXIT_CODES,
-        formatter_class=_Help,
-    )
-    parser.add_argument("--version", action="version", version=f"symmplan {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, line in COMMANDS.items():
-        if name != "bench":
-            add(commands, name, line, common)
-            continue
-        bench = add(commands, name, line)
-        names = bench.add_subparsers(dest="bench", metavar="NAME", required=True)
-        for each, about in benches().items():
-            add(names, f"bench {each}", about, common)
+    def error(self, message: str) -> NoReturn:
+        """A mistake in the words."""
+        raise UsageError(message, fix=self.format_usage().strip())
+
+
+def parser_of(prog: str, module: Any) -> argparse.ArgumentParser:
+    """The parser of a command; ``args.parser`` is this parser.
+
+    Args:
+        prog: As in `perform`.
+        module: As in `perform`.
+    """
+    parser = _Parser(prog, module.__doc__)
+    module.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of reported errors")
+    parser.set_defaults(parser=parser)
     return parser
 
 
-def _print(module: ModuleType, args: argparse.Namespace, result: dict[str, Any] | None) -> int:
-    if result is None:
-        return 0
-    if args.json:
-        print(json.dumps(result, indent=2), flush=True)
-    elif hasattr(module, "render"):
-        write(fitted(str(module.render(result))))
-    else:
-        write("\n".join(f"{key}: {value}" for key, value in result.items()))
-    return 0 if result.get("ok", True) else 1
+def _listing(prog: str, names: Mapping[str, str]) -> argparse.ArgumentParser:
+    """The parser where no command is named: it has their names, and none of their options."""
+    parser = _Parser(prog, "Declare, plan and place tensors in symmetric memory.")
+    parser.add_argument("--version", action="version", version=f"symmplan {__version__}")
+    add = parser.add_subparsers(metavar="NAME", required=True, parser_class=argparse.ArgumentParser)
+    for name, line in names.items():
+        add.add_parser(name, help=line)
+    return parser

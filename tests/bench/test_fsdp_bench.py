@@ -20,7 +20,6 @@ from symmplan.bench.parts.llama import Llama, parts
 from symmplan.bench.parts.pooled import PooledAllGather, install
 from symmplan.bench.parts.profile import beside, gathers_of, summed
 from symmplan.bench.parts.timing import in_turns
-from symmplan.cli import shell
 from symmplan.errors import CommandError
 from symmplan.runtime.observe import DeviceEvent, kind_of
 
@@ -113,10 +112,6 @@ def test_sides_that_do_not_exist_are_wrong_usage(capsys):
 def test_a_benchmark_that_takes_too_long_says_so():
     with pytest.raises(CommandError, match="did not finish"):
         bench_fsdp.run(options("--timeout", "0.2"))
-
-
-def test_the_parts_of_the_benchmark_are_no_benchmarks():
-    assert [name for name in shell.benches() if name.startswith("fsdp")] == ["fsdp"]
 
 
 # What a result says.

@@ -76,27 +76,27 @@ def test_the_usage_is_that_of_the_command(capsys):
     assert main(["plan", "--nope", "f"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("usage: symmplan plan ")
-    assert "wrong usage: unknown: --nope" in err
+    assert "wrong usage: unrecognized arguments: --nope" in err
     assert main(["--nope", "plan", "f"]) == 2
 
 
 @pytest.mark.parametrize("name", sorted(shell.COMMANDS))
-def test_every_command_has_help(name, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_every_command_has_help(name, capsys):
     assert main([name, "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert f"usage: symmplan {name}" in shown
-    assert max(map(len, shown.splitlines())) <= 80
+    assert f"usage: symmplan {name}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", sorted(shell.benches()))
-def test_every_benchmark_has_help_and_a_description(name, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert shell.benches()[name]
+@pytest.mark.parametrize("name", sorted(shell.BENCHES))
+def test_every_benchmark_has_help(name, capsys):
     assert main(["bench", name, "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert f"usage: symmplan bench {name}" in shown
-    assert max(map(len, shown.splitlines())) <= 80
+    assert f"usage: symmplan bench {name}" in capsys.readouterr().out
+
+
+def test_every_module_of_a_command_is_listed():
+    folder = ROOT / "symmplan"
+    commands = {p.stem for p in (folder / "cli").glob("*.py") if "\ndef run(" in p.read_text()}
+    assert commands | {"demo", "bench"} == set(shell.COMMANDS)
+    assert {p.stem for p in (folder / "bench").glob("[!_]*.py")} == set(shell.BENCHES)
 
 
 def _command(monkeypatch, name="plan", **parts) -> None:
@@ -104,7 +104,7 @@ def _command(monkeypatch, name="plan", **parts) -> None:
     module.add_arguments = lambda parser: None
     for part, value in parts.items():
         setattr(module, part, value)
-    monkeypatch.setattr(shell, "load", lambda command: module)
+    monkeypatch.setattr(shell, "load", lambda prog, command: module)
 
 
 @pytest.mark.parametrize(("result", "code"), [({"ok": True}, 0), ({"ok": False}, 1), ({}, 0)])
@@ -151,12 +151,9 @@ def test_ctrl_c_is_130(monkeypatch, capsys):
 
 
 def test_a_missing_module_does_not_break_the_others(monkeypatch, capsys, csv):
-    real = shell.importlib.util.find_spec
-    monkeypatch.setattr(
-        shell.importlib.util, "find_spec", lambda n: None if n.endswith(".ops") else real(n)
-    )
+    monkeypatch.setitem(sys.modules, "symmplan.cli.ops", None)
     assert main(["ops"]) == 1
-    assert "symmplan ops is not part of this installation" in capsys.readouterr().err
+    assert "symmplan ops needs something that cannot be imported" in capsys.readouterr().err
     assert main(["plan", str(csv)]) == 0
     assert main(["--help"]) == 0
 
@@ -187,13 +184,6 @@ def test_an_op_that_is_not_there(capsys):
     assert capsys.readouterr().err.startswith("symmplan: no such op: ")
     assert main(["ops", "--import", "symmtest_none"]) == 1
     assert capsys.readouterr().err.startswith("symmplan: command cannot run: ")
-
-
-@pytest.mark.parametrize("words", [["ops"], ["doctor"], ["--help"]])
-def test_eighty_columns_are_enough(words, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(words) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 # ---- as processes ----------------------------------------------------------------------------
@@ -289,7 +279,7 @@ def test_sigint_reaches_a_running_command(csv):
         "import sys, time, types; from symmplan.cli import main, shell; "
         "m = types.ModuleType('m'); m.add_arguments = lambda p: None; "
         "m.run = lambda a: (print('up', flush=True), time.sleep(60)); "
-        "shell.load = lambda c: m; sys.exit(main(['plan']))"
+        "shell.load = lambda *c: m; sys.exit(main(['plan']))"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

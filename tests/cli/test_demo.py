@@ -163,11 +163,8 @@ def test_the_plan_is_written_and_is_the_one_that_ran(result):
 @pytest.mark.further
 def test_the_report_tells_it_all(result):
     from symmplan.cli.demo import render
-    from symmplan.cli.screen import fitted
 
-    text = fitted(render(result), 80)
-    paths = tuple(result["written"].values())
-    assert all(len(line) <= 80 or line.endswith(paths) for line in text.splitlines())
+    text = render(result)
     assert f"done in {result['seconds']:.0f} s" in text
     slow = {**result["collectives"][0], "symmplan_s": 3.0, "gloo_s": 1.0}
     assert "  3.0 x slower" in render({**result, "collectives": [slow]})
