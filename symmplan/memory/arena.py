@@ -9,7 +9,7 @@ from symmplan.coordination.exchange import Exchange
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import own_work
 from symmplan.errors import OptionError, ReleasedError, RunError
-from symmplan.memory.device_memory import counting
+from symmplan.memory.device_memory import counting, require_left
 from symmplan.memory.health import Health
 from symmplan.memory.leased import lease_out
 from symmplan.memory.races import RaceDetector
@@ -205,12 +205,17 @@ class Arena:
         ]
         if not new:
             return 0
+        for segment, _, group in new:
+            segment.require_never_failed(group)
         named = {name: group for _, name, group in new}
         members = resolve_groups(named, named)
         exchange = Exchange(members, self.timeout)
+        begun = False
         try:
             device = new[0][0].tensor.device
+            require_left(device)
             exchange.round("joining", b"")
+            begun = True
             with counting("communicators", device):
                 for segment, name, _ in new:
                     segment.backend.rendezvous(segment, members[name], exchange)
@@ -220,8 +225,10 @@ class Arena:
             exchange.finish()
         except BaseException as error:
             exchange.fail(error)
-            for segment, name, _ in new:  # some rank has not met them
+            for segment, name, group in new:  # some rank has not met them
                 segment.forget(name)
+                if begun and group is not None:
+                    segment.unmet.add(group)
             raise
         self.rendezvous += len(new)
         return len(new)
@@ -288,7 +295,7 @@ class Arena:
         if self.tenants or self.released:
             return
         segments = self.segments.values()
-        spoilt = any(s.held() or s.health.reason is not None for s in segments)
+        spoilt = any(s.held() or s.health.reason is not None or s.unmet for s in segments)
         if not segments or self.frees or spoilt:
             self.release()
         else:

@@ -22,7 +22,7 @@ from symmplan.memory.streams import synchronize
 from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
 
@@ -116,11 +116,12 @@ def borrowed(
     memory: str,
     device: torch.device,
     timeout: float,
+    meet: Callable[[Arena], object] = lambda _: None,
 ) -> Iterator[tuple[Arena, dict[str, torch.Tensor]]]:
     """Memory for ``plan`` for a while, in which nothing but collectives may run.
 
-    Args and errors as `obtain`. At the end nobody may hold the bytes, and all ranks must have ended
-    what reaches into the others.
+    Args and errors as `obtain`; ``meet`` meets others in it before anything runs. At the end nobody
+    may hold the bytes, and all ranks must have ended what reaches into the others.
 
     Returns:
         The arena, and ``{buffer: its bytes}``.
@@ -136,6 +137,11 @@ def borrowed(
         user="measurement",
         temporary=True,
     )
+    try:
+        meet(arena)
+    except BaseException:
+        arena.give_back()
+        raise
     there = {
         name: arena.segments[p.segment].tensor[p.offset : p.end]
         for name, p in plan.placements.items()

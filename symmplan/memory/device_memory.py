@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.coordination.world import current
 from symmplan.device import DeviceMemory, device_of
+from symmplan.errors import BackendError
 from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
@@ -28,7 +29,12 @@ __all__ = [
     "device_memory",
     "empty_cache",
     "most_lately",
+    "require_left",
 ]
+
+#: Bytes of a device without which nothing is registered: who fails there alone, in the midst of a
+#: collective of NCCL's, leaves its peers waiting.
+_TO_REGISTER = 64 << 20
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
@@ -65,6 +71,28 @@ def empty_cache(device: torch.device) -> None:
     with there.current():
         there.synchronize()
         there.empty_cache()
+
+
+def require_left(device: torch.device) -> None:
+    """See that enough of a device is left to register memory there, if need be without the cache.
+
+    Raises:
+        BackendError: Too little is left, even if torch's allocator has nothing cached.
+
+    Collective: no.
+    """
+    there = device_memory(device)
+    if there is not None and there.free < _TO_REGISTER:
+        empty_cache(device)
+        there = device_memory(device)
+    if there is not None and there.free < _TO_REGISTER:
+        raise BackendError(
+            f"{there.free} bytes of {device} would be left, too few to register memory",
+            expected=f"{_TO_REGISTER} bytes",
+            got=f"{there.free} of {there.total} bytes free",
+            fix="make the plan smaller (capacity=), or free device memory first",
+            free_bytes=there.free,
+        )
 
 
 @contextlib.contextmanager

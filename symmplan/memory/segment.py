@@ -25,6 +25,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakSet
 
 from symmplan.coordination.groups import Group, group_key, listed
 from symmplan.coordination.world import address_of
@@ -169,6 +170,8 @@ class Segment:
         parts: The segments that have a part of its bytes, by address.
         rendezvous: ``{group name: Rendezvous}``, under the plan's and under torch's name.
         leases: ``(begin, end, lease)`` in bytes of the host; see `symmplan.runtime.leases`.
+        unmet: Process groups with which some rank could not register it, or its host. Ranks that
+            could would not do it again with those that try again.
         tenant: Weakly, who would move elsewhere with all that it has here; None if nobody.
     """
 
@@ -200,6 +203,7 @@ class Segment:
             mine = {id(host.rendezvous[group]) for group in spec.groups}
             self.rendezvous = {n: r for n, r in host.rendezvous.items() if id(r) in mine}
         self.leases: list[Any] = [] if host is None else host.leases
+        self.unmet: WeakSet[Any] = WeakSet() if host is None else host.unmet
         self.tenant: Callable[[], Any] | None = None
         self._tensor: torch.Tensor | None = tensor
         self._on_release = on_release
@@ -245,6 +249,15 @@ class Segment:
         """Undo `add_rendezvous` for a group; no error if there was none."""
         gone = self.rendezvous.get(group)
         self.rendezvous = {n: met for n, met in self.rendezvous.items() if met is not gone}
+
+    def require_never_failed(self, group: Any) -> None:
+        """Refuse a process group with which a registration has failed; see `unmet`."""
+        if group in self.unmet:
+            raise BackendError(
+                f"segment {self.spec.name!r} could not be registered with a group before",
+                fix="release the arena, and realize the plan again",
+                segment=self.spec.name,
+            )
 
     def meeting(self, group: str | Any | None = None) -> Rendezvous:
         """The rendezvous with ``group``, a name (the plan's or torch's) or torch's group.

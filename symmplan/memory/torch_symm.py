@@ -41,6 +41,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from symmplan.errors import BackendError, OutOfSharedMemoryError
 from symmplan.memory.device_hosts import DeviceHostsMeeting, device_counterparts
+from symmplan.memory.device_memory import require_left
 from symmplan.memory.torch_rendezvous import TorchRendezvous, first_line
 from symmplan.process import PROCESS
 from symmplan.torch_private import c10d, nccl, symm_mem
@@ -70,10 +71,6 @@ _WORD = 4
 
 #: Why an all-gather is not placed; see `is_whole_words`.
 SPLIT_WORDS = f"its parts are not whole words of {_WORD} bytes, which NCCL's symmetric kernel needs"
-
-#: Bytes of a device without which no segment is registered: who fails there alone, in the midst of
-#: a collective of NCCL's, leaves its peers waiting.
-_TO_REGISTER = 64 << 20
 
 
 def serves_nccl(groups: Mapping[str, Group]) -> bool:
@@ -164,7 +161,7 @@ class TorchSymmBackend:
             with torch.cuda.device(device):
                 tensor, free = self._at_last(spec.nbytes, device, groups)
                 try:
-                    _require_left(device)
+                    require_left(device)
                 except RuntimeError:
                     free()
                     raise
@@ -341,15 +338,6 @@ def _select(memory: str, device: torch.device) -> None:
             fix="use one kind of symmetric memory in a process, or a torch built with this one",
             memory=memory,
         ) from error
-
-
-def _require_left(device: torch.device) -> None:
-    """See that what is left of a device is enough to register a segment, or raise RuntimeError."""
-    if torch.cuda.mem_get_info(device)[0] < _TO_REGISTER:
-        torch.cuda.empty_cache()
-        left = torch.cuda.mem_get_info(device)[0]
-        if left < _TO_REGISTER:
-            raise RuntimeError(f"{left} bytes would be left, too few to register it")
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -36,7 +36,7 @@ from symmplan.coordination.world import current
 from symmplan.errors import AgreementError
 from symmplan.memory import cache, pool, resolve_backend, topology
 from symmplan.memory.cache import cached_bytes
-from symmplan.memory.device_memory import empty_cache
+from symmplan.memory.device_memory import device_memory, empty_cache
 from symmplan.memory.resolve import agree_on_levels
 from symmplan.memory.room import agreed_room
 from symmplan.planner import plan as plan_problem
@@ -76,6 +76,7 @@ class Preparation:
     Attributes:
         refusal: Why its plans place nothing; None if they may.
         memory: Name of the memory backend that was last agreed on; empty before.
+        device: Where its tensors lay when that was agreed on; None before.
         at_once: Bytes that may be taken before torch's allocator has given back what it cached.
         slack: As in `symmplan.memory.room.Room`, as it was last agreed on.
     """
@@ -85,6 +86,7 @@ class Preparation:
     user: str
     refusal: Refusal | None = field(init=False, default=None)
     memory: str = field(init=False, default="")
+    device: torch.device | None = field(init=False, default=None)
     at_once: int = field(init=False, default=sys.maxsize)
     slack: tuple[int, ...] = field(init=False, default=())
     _agreed: WeakSet[Any] = field(init=False, factory=WeakSet)
@@ -150,7 +152,7 @@ class Preparation:
             given = {"memory": (memory if refusal is None else "", options.memory)}
             refusal = _hear(exchange, {"options": given, "refusal": refusal}, failed)
         self._agreed.update(new.values())
-        self.memory = memory
+        self.memory, self.device = memory, device
         if refusal is not None:
             self.memory = "auto"
             first = all(members[name].rank == 0 for name in new)
@@ -165,8 +167,10 @@ class Preparation:
     ) -> _Made:
         """Call ``make`` on all ranks. See [Note: together or not at all].
 
-        If some rank cannot have memory, there is a `refusal` from then on, and all ranks call
-        ``make`` again, which then asks for no memory.
+        If some rank cannot have memory of its device, all ranks return what torch's allocator has
+        cached to the driver, and call ``make`` once more. If some rank cannot have memory even so,
+        there is a `refusal` from then on, and all ranks call ``make`` again, which then asks for no
+        memory.
 
         Args:
             make: Makes the result. If it raises, it has freed what it made.
@@ -180,10 +184,20 @@ class Preparation:
         """
         if self.refusal is None:
             made, refusal = attempt(make, groups, self.options.timeout, undo=undo)
+            if refusal is not None and self._emptied():
+                made, refusal = attempt(make, groups, self.options.timeout, undo=undo)
             if refusal is None:
                 return made  # type: ignore[return-value]
             self.refuse(refusal)
         return make()
+
+    def _emptied(self) -> bool:
+        """Return what torch's allocator has cached to the driver; whether it caches there."""
+        device = self.device
+        if device is None or device_memory(device) is None:
+            return False
+        empty_cache(device)
+        return True
 
     def room(
         self,

@@ -30,7 +30,7 @@ from symmplan.coordination.all_gather import all_agree, all_gather_json, leaders
 from symmplan.coordination.own import own_work
 from symmplan.errors import AgreementError
 from symmplan.memory.cache import borrowed
-from symmplan.memory.device_memory import counting, device_memory, empty_cache
+from symmplan.memory.device_memory import counting, device_memory, empty_cache, require_left
 from symmplan.memory.room import LEFT, free_bytes
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem
@@ -42,6 +42,7 @@ from symmplan.runtime.engines import engines_of, register
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
+    from symmplan.memory import Arena
     from symmplan.runtime.cases import Case
     from symmplan.runtime.choice import Choice
     from symmplan.runtime.clock import Act
@@ -126,13 +127,19 @@ def measure(
     # Communicators take bytes of a device, so only who may use them gets them.
     useless = {*trials.groups} - {c.group for c in trials.parts if "copy engine" in c.algorithms}
     able = {name: group for name, group in served.items() if name not in useless}
+    if able:
+        require_left(device)
     engines = engines_of(able, memory, timeout)
     if not cases or not trials.has_room:
         return not cases
     trials.allocate()
     plan = plan_problem(trials.problem)
-    with borrowed(plan, served, memory=memory, device=device, timeout=timeout) as (arena, there):
+    given: dict[str, Any] = {"memory": memory, "device": device, "timeout": timeout}
+
+    def meet_engines(arena: Arena) -> None:
         register(arena, engines)
+
+    with borrowed(plan, served, **given, meet=meet_engines) as (_, there):
         acts = {case: trials.acts(case, there, engines) for case in trials.parts}
         clock = clock_of(device, timeout)
         all_gather_json(

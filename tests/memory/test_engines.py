@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attrs import evolve
+from ranks import pool_of
 
 import symmplan
 from symmplan.integrate.fsdp.memory import Memory
@@ -20,6 +21,8 @@ from symmplan.runtime.tenants import timed
 from symmplan.torch_private import nccl
 
 CPU = torch.device("cpu")
+
+two = pool_of(2, timeout=120)
 
 
 def _arena(names, met):
@@ -126,6 +129,59 @@ def test_no_ordinary_collective_runs_over_a_communicator_for_copy_engines(monkey
     memory.pushes(scheduled)
     assert met == [theirs]
     memory._arenas.clear()
+
+
+def _registered_in_vain(rank, size, left):
+    """Register a segment with a further group, which fails on one rank, and then again."""
+    from memory_plans import hand_made
+
+    from symmplan.errors import BackendError
+    from symmplan.memory import arena as arenas
+    from symmplan.memory.shm import ShmBackend
+
+    other, acts, said = dist.new_group([0, 1]), [], []
+
+    def fails(*_):
+        acts.append("registers")
+        if rank:
+            raise BackendError("no luck", fix="try tomorrow")
+
+    def require_left(_):
+        if rank and not left:
+            raise BackendError("nothing is left", fix="try tomorrow")
+
+    arena = realize(hand_made({"x": 64}), memory="shm", timeout=20.0)
+    more = {name: {other.group_name: other} for name in arena.segments}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShmBackend, "rendezvous", fails)
+        patch.setattr(arenas.Arena, "frees", False)  # as NCCL's
+        patch.setattr(arenas, "require_left", require_left)
+        for _ in range(2):
+            with pytest.raises(BackendError) as caught:
+                arena.join(more)
+            said.append(caught.value.what)
+        arena.give_back()
+    kept = arena in PROCESS.cache.values()
+    arena.release()
+    PROCESS.cache.clear()
+    return acts, said[1], kept
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+def test_who_was_registered_where_a_peer_failed_does_not_leave_it_alone_later(two):
+    """Torch registers once: ranks that could would skip what the others try again, who would wait.
+
+    What failed before anybody registered may be tried again, in the same segments.
+    """
+    for acts, said, kept in two.run(_registered_in_vain, True):
+        assert acts == ["registers"]
+        assert "could not be registered with a group before" in said
+        assert not kept
+    for rank, (acts, said, kept) in enumerate(two.run(_registered_in_vain, False)):
+        assert acts == []
+        assert said == "nothing is left" or rank == 0
+        assert kept
 
 
 def test_parts_of_one_segment_meet_each_in_its_own_groups():

@@ -56,6 +56,46 @@ def test_what_one_rank_cannot_have_all_give_back(two, victim):
     assert "fix: try tomorrow" in said
 
 
+def attempted_again(rank, size, luck):
+    """Make something for which the driver has bytes once the allocators have no cache."""
+    import torch
+    import torch.distributed as dist
+
+    from symmplan.memory.device_memory import DeviceMemory
+    from symmplan.runtime import prepare
+    from symmplan.runtime.options import Options
+
+    preparation = prepare.Preparation(Options(timeout=20.0), "a program", "a program")
+    device, groups, acts = torch.device("cpu"), {"0": dist.group.WORLD}, []
+    preparation.agree(device, groups)
+
+    def make():
+        acts.append("make")
+        if preparation.refusal is None and rank and acts.count("make") <= luck:
+            raise BackendError("no luck", fix="try tomorrow")
+        return "made"
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(prepare, "device_memory", lambda _: DeviceMemory(0))
+        patch.setattr(prepare, "empty_cache", lambda _: acts.append("empty"))
+        made = preparation.attempt(make, groups, lambda _: acts.append("undo"))
+    return made, acts, preparation.reason
+
+
+@pytest.mark.parametrize("luck", [1, 2])
+@pytest.mark.all_cases
+def test_where_a_cache_holds_the_device_all_ranks_empty_theirs_once(two, luck):
+    for rank, (made, acts, reason) in enumerate(two.run(attempted_again, luck)):
+        assert made == "made"
+        undo = [] if rank else ["undo"]
+        wanted = ["make", *undo, "empty", "make"]
+        if luck == 2:
+            wanted += [*undo, "make"]
+        assert acts == wanted
+        assert bool(reason) == (luck == 2)
+
+
 def failed_in_it(rank, size):
     """What meets in memory fails on this rank alone: nothing stays, on no rank."""
     import torch
