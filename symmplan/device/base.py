@@ -57,12 +57,14 @@ class Device:
             own.
         has_kernels: Whether Triton compiles kernels for it.
         pins_memory: Whether copies from the host's memory are faster if that is pinned.
+        event_type: The class of its events.
         stream_number: Gives the current stream as a number, quickly. See `number_of`.
     """
 
     is_accelerator: ClassVar[bool] = False
     has_kernels: ClassVar[bool] = False
     pins_memory: ClassVar[bool] = False
+    event_type: ClassVar[Any] = type(None)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -124,6 +126,9 @@ class Device:
     def event(self, *, timed: bool = False) -> Any:  # noqa: ARG002
         """An event that is not recorded yet; a ``timed`` one measures milliseconds."""
         return None
+
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Tell torch's allocator that a stream uses a tensor, which may be of another one."""
 
     def synchronize(self) -> None:
         """Wait for all of its work."""

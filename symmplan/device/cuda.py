@@ -25,6 +25,7 @@ class CudaDevice(Device):
     is_accelerator = True
     has_kernels = True
     pins_memory = True
+    event_type = torch.cuda.Event
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -85,6 +86,10 @@ class CudaDevice(Device):
     @override
     def event(self, *, timed: bool = False) -> Any:
         return torch.cuda.Event(enable_timing=timed)
+
+    @override
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        tensor.record_stream(stream)
 
     @override
     def synchronize(self) -> None:

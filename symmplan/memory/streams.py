@@ -11,12 +11,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-
+from symmplan.device import Device, device_of
 from symmplan.errors import RunError
 from symmplan.process import PROCESS
 from symmplan.torch_private import works
@@ -24,100 +21,45 @@ from symmplan.torch_private import works
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
 
+    import torch
+
 __all__ = [
     "Mark",
     "beside",
-    "capture_of",
-    "current_stream",
     "mark",
     "off_default_stream",
-    "on_stream",
     "synchronize",
     "wait_for",
 ]
 
 #: See `mark`.
-Mark: TypeAlias = "tuple[int, Any]"
+Mark: TypeAlias = tuple[Device, int, Any]
 
 
-def current_stream(device: torch.device | None = None) -> torch.cuda.Stream:
-    """`torch.cuda.current_stream`, which is slow on the host where it has to find the index.
-
-    Args:
-        device: The current one by default.
-    """
-    index = None if device is None else device.index
-    return torch.cuda.current_stream(torch.cuda.current_device() if index is None else index)
-
-
-class on_stream:  # noqa: N801 (like `torch.cuda.stream`)
-    """`torch.cuda.stream`, which is slow on the host as it looks for devices twice."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        before = [current_stream()]
-        if before[0].device_index != self._stream.device_index:
-            before.insert(0, torch.cuda.current_stream(self._stream.device_index))
-        self._before = before
-        torch.cuda.set_stream(self._stream)
-
-    def __exit__(self, *error: object) -> None:
-        for stream in self._before:
-            torch.cuda.set_stream(stream)
-
-
-def capture_of(stream: torch.cuda.Stream | None = None) -> int:
-    """Number of the CUDA graph capture that a stream is in, 0 if it is in none.
-
-    Args:
-        stream: The current one by default.
-
-    Source: cuStreamGetCaptureInfo_v2 in CUDA's driver API.
-    """
-    if stream is None:
-        if not torch.cuda.is_current_stream_capturing():
-            return 0
-        stream = current_stream()
-    status, number = ctypes.c_int(0), ctypes.c_uint64(0)
-    none = ctypes.c_void_p(None)
-    failed = _driver().cuStreamGetCaptureInfo_v2(
-        ctypes.c_void_p(stream.cuda_stream),
-        ctypes.byref(status),
-        ctypes.byref(number),
-        *(none, none, none),
-    )
-    return number.value if not failed and status.value else 0
-
-
-def mark(done: Any, stream: torch.cuda.Stream | None = None) -> Mark:
+def mark(done: Any, device: Device, stream: Any = None) -> Mark:
     """A mark behind the work that was just queued on a stream, with the capture it belongs to.
 
     Args:
         done: An event after it, or the work of a collective.
-        stream: Which.
+        device: Where.
+        stream: Which, the current one if None.
     """
-    return capture_of(stream), done
+    return device, device.capture_of(stream), done
 
 
 def wait_for(marks: Sequence[Mark]) -> None:
-    """Let the current stream wait; see [Note: captured steps]."""
+    """Let the current stream wait for marks of one device; see [Note: captured steps]."""
     if not marks:
         return
-    stream, capture = current_stream(), capture_of()
-    for number, done in marks:
+    device = marks[0][0]
+    stream, capture = device.current_stream(), device.capture_of()
+    for _, number, done in marks:
         if number != capture:
             continue
-        if isinstance(done, torch.cuda.Event):
+        if isinstance(done, device.event_type):
             done.wait(stream)
         else:
             done.wait()
-
-
-@functools.cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
 
 
 def synchronize(device: torch.device) -> None:
@@ -126,16 +68,15 @@ def synchronize(device: torch.device) -> None:
     Raises:
         RunError: A CUDA graph is being captured, in which nobody can wait.
     """
-    if device.type != "cuda":
-        return
-    if torch.cuda.is_current_stream_capturing():
+    there = device_of(device)
+    if there.is_capturing():
         raise RunError(
             "memory would have to change hands while a CUDA graph is being captured",
             expected="a program that makes the same calls as before",
             got="a call that the plan does not know, or a tensor that lives longer",
             fix="run steps like the captured one first, and drop their tensors",
         )
-    torch.cuda.synchronize(device)
+    there.synchronize()
 
 
 @contextlib.contextmanager
@@ -145,19 +86,17 @@ def off_default_stream(device: torch.device) -> Iterator[None]:
     The copy engines of NCCL 2.28 do not run on CUDA's default stream ("invalid argument"), and any
     communicator may have been asked for them. See cudaMemcpyBatchAsync in CUDA's runtime API.
     """
-    if device.type != "cuda":
-        yield
-        return
-    current = current_stream(device)
-    if current != torch.cuda.default_stream(device):
+    there = device_of(device)
+    current = there.current_stream()
+    if not there.is_accelerator or current != there.default_stream():
         yield
         return
     if device not in PROCESS.side_streams:
-        PROCESS.side_streams[device] = torch.cuda.Stream(device)
+        PROCESS.side_streams[device] = there.new_stream()
     side = PROCESS.side_streams[device]
     side.wait_stream(current)
     try:
-        with on_stream(side):
+        with there.on_stream(side):
             yield
     finally:
         current.wait_stream(side)
@@ -174,15 +113,16 @@ def beside(
         which: Work of equal ``which`` has one stream.
         kept: Tensors that it uses, which stay alive until somebody has waited.
     """
-    if device.type != "cuda":
+    there = device_of(device)
+    if not there.is_accelerator:
         run()
         return None
     key = device, which
     if key not in PROCESS.side_streams:
-        PROCESS.side_streams[key] = torch.cuda.Stream(device)
+        PROCESS.side_streams[key] = there.new_stream()
     side = PROCESS.side_streams[key]
-    side.wait_stream(current_stream(device))
-    with on_stream(side):
+    side.wait_stream(there.current_stream())
+    with there.on_stream(side):
         run()
         done = side.record_event()
     return works.queued_work(done, *kept)

@@ -40,7 +40,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, field, frozen
 
-from symmplan.memory.streams import Mark, current_stream, mark, synchronize, wait_for
+from symmplan.device import device_of
+from symmplan.memory.streams import Mark, mark, synchronize, wait_for
 from symmplan.torch_private.dispatch import storage_use_count
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Lease:
         if self.stream is None:
             return
         if work is None:
-            work = current_stream().record_event()
+            work = device_of(self.stream.device).current_stream().record_event()
         self.after(work)
         self._at_drop = not done
 
@@ -94,12 +95,13 @@ class Lease:
         Args:
             event: Or the work of a collective.
         """
-        self._marks.append(mark(event))
+        self._marks.append(mark(event, device_of(self.stream.device)))
 
     def drop(self) -> None:
         """It is over."""
         if self.stream is not None and self._at_drop:
-            self._marks.append(mark(self.stream.record_event(), self.stream))
+            device = device_of(self.stream.device)
+            self._marks.append(mark(self.stream.record_event(), device, self.stream))
         self.live = False
 
     def wait(self) -> None:

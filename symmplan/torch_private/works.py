@@ -110,14 +110,14 @@ def watched_work(work: Any, waited: Callable[[], None], written: torch.Tensor) -
 class _Queued(dist.Work):
     """Work that was queued on another stream."""
 
-    def __init__(self, done: torch.cuda.Event, kept: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, done: Any, kept: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
-        self._done: torch.cuda.Event | None = done
+        self._done: Any = done
         self._kept: tuple[torch.Tensor, ...] = kept
 
     def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 (the interface's)
         if self._done is not None:
-            self._done.wait(torch.cuda.current_stream())
+            self._done.wait()  # the current stream does
         self._done, self._kept = None, ()
         return True
 
@@ -128,11 +128,11 @@ class _Queued(dist.Work):
         return True
 
 
-def queued_work(done: torch.cuda.Event, *kept: torch.Tensor) -> Any:
+def queued_work(done: Any, *kept: torch.Tensor) -> Any:
     """A work for which the current stream waits.
 
     Args:
-        done: Behind it, on its own stream.
+        done: An event behind it, on its own stream.
         kept: What it uses, which stays alive until somebody has waited.
     """
     return _Queued(done, kept)

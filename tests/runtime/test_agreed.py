@@ -79,7 +79,7 @@ AGREED = {
         Asked Gathered _outside fsdp_params shard_of result_of state_name group_of
         _group is_sharded is_unsharded only_backward_needs unshard_in_backward
     """,
-    "where the program runs": "_device _stream is_cpu is_cuda serves",
+    "where the program runs": "_device _stream is_accelerator is_cpu serves",
     "methods that the program gave FSDP2's class": "unchanged",
 }
 #: What a rank sees by itself: in which functions, and what these do besides launching.

@@ -30,14 +30,14 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
-import torch
 from attrs import define, field
 
+from symmplan.device import device_of
 from symmplan.errors import ReleasedError, RunError
 from symmplan.integrate.compile.crossing import CrossingLease
 from symmplan.integrate.compile.plans import is_unmet
 from symmplan.memory.leased import lease_out
-from symmplan.memory.streams import capture_of, synchronize
+from symmplan.memory.streams import synchronize
 from symmplan.runtime.engines import register_known
 from symmplan.runtime.leases import Lease, Ledger, Run
 from symmplan.runtime.tenants import ran, settled, synchronizes_once
@@ -46,6 +46,8 @@ from symmplan.torch_private.autograd import has_saved_tensor_hooks, keeps_graph
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Iterable, Iterator
+
+    import torch
 
     from symmplan.integrate.compile.parts import PlannedPart, Record
     from symmplan.integrate.compile.progress import Progress
@@ -185,8 +187,9 @@ class Shared:
         self.move(there)
 
     def _follow(self) -> None:
-        if self.device.type == "cuda":
-            stream, capture = torch.cuda.current_stream(self.device), capture_of()
+        there = device_of(self.device)
+        if there.is_accelerator:
+            stream, capture = there.current_stream(), there.capture_of()
             last, its_capture = self._stream
             if last is not None and last != stream and its_capture == capture:
                 stream.wait_stream(last)
@@ -266,8 +269,9 @@ class Shared:
             if given.needed:
                 args[given.index] = lease.fill(tensor, given.offset)
                 self.copies["back"] += 1
-            elif tensor.is_cuda:  # it may have been copied on another stream
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            else:  # it may have been copied on another stream
+                there = device_of(tensor.device)
+                there.record_stream(tensor, there.current_stream())
 
     def _keep(self, part: PlannedPart, args: list[Any]) -> None:
         """Another backward will need what this one overwrites: let it have copies."""

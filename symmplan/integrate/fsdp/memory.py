@@ -22,6 +22,7 @@ from symmplan.capture.fsdp_memory import needed
 from symmplan.capture.fsdp_recording import Look
 from symmplan.coordination.all_gather import all_agree
 from symmplan.coordination.groups import resolve_groups
+from symmplan.device import device_of
 from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp.push import Pushes
 from symmplan.integrate.fsdp.sums import warm_up
@@ -34,7 +35,7 @@ from symmplan.memory.device_memory import (
 )
 from symmplan.memory.held import bytes_beside
 from symmplan.memory.room import Usage
-from symmplan.memory.streams import current_stream, synchronize
+from symmplan.memory.streams import synchronize
 from symmplan.runtime.engines import known_of, register
 from symmplan.runtime.leases import Lease, Ledger, in_use, set_aside
 from symmplan.runtime.prepare import Preparation
@@ -161,8 +162,7 @@ class Memory:
         users = self.users(place)
         if users.holders(place.offset, place.end):
             return None
-        stream = current_stream(self.device) if self.device.type == "cuda" else None
-        lease = Lease(stream=stream)
+        lease = Lease(stream=device_of(self.device).current_stream())
         users.take(place.offset, place.end, lease)
         return lease
 

@@ -38,10 +38,11 @@ import torch
 from attrs import frozen
 
 from symmplan.coordination.own import own_work
+from symmplan.device import device_of
 from symmplan.integrate.fsdp.ops import factor_of
 from symmplan.integrate.fsdp.sums import OwnRow, sum_parts, sum_rows, sums_parts
 from symmplan.memory.calls import note
-from symmplan.memory.streams import current_stream, mark, on_stream, wait_for
+from symmplan.memory.streams import mark, wait_for
 from symmplan.runtime.leases import set_aside
 from symmplan.torch_private import autograd
 
@@ -78,7 +79,8 @@ class Pushes:
         self._peers = peers
         self._meeting = meeting
         self._rank = rank
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = device_of(device)
+        self._stream = self._device.new_stream()
         self._last: Placement | None = None
         self._unmet = False
         # A shared slot that was not summed yet, and what is pushed late.
@@ -146,8 +148,8 @@ class Pushes:
 
         stream = self._stream
         if stream is not None:
-            stream.wait_stream(current_stream(stream.device))
-        with contextlib.nullcontext() if stream is None else on_stream(stream):
+            stream.wait_stream(self._device.current_stream())
+        with self._device.on_stream(stream):
             wait_for(self._summed if again else self._met)
             if take is None or take():
                 push()
@@ -172,7 +174,7 @@ class Pushes:
         late, self._late = self._late, None
         stream = self._stream
         if stream is not None:
-            current_stream(stream.device).wait_stream(stream)
+            self._device.current_stream().wait_stream(stream)
         if late is None:
             yield
             return
@@ -214,10 +216,10 @@ class Pushes:
         def act() -> Literal[True] | None:
             with self._aside():
                 all_fit = self._all_fit()
-                self._unmet, self._met = False, _marked(self._stream)
+                self._unmet, self._met = False, self._marked()
                 if all_fit:
                     self._sum(output.view(-1), factor, rounded, add=add)
-                self._summed = _marked(self._stream)
+                self._summed = self._marked()
             kept, self._kept = self._kept, ()
             if all_fit:
                 return None
@@ -225,6 +227,11 @@ class Pushes:
             return True
 
         return act
+
+    def _marked(self) -> list[Mark]:
+        """All that the current stream has queued; nothing on the CPU."""
+        stream = self._device.current_stream()
+        return [] if stream is None else [mark(stream.record_event(), self._device)]
 
     def _all_fit(self) -> bool:
         """Whether all ranks, which meet, have pushed. Collective: yes."""
@@ -320,10 +327,3 @@ def _spans(
         spans.append((min(whole, to * count), min(whole, (to + 1) * count), at))
         at += count
     return tuple(spans)
-
-
-def _marked(stream: torch.cuda.Stream | None) -> list[Mark]:
-    """All that the current stream has queued; nothing on the CPU."""
-    if stream is None:
-        return []
-    return [mark(current_stream(stream.device).record_event())]

@@ -32,15 +32,15 @@ are cast straight into this rank's parts of it, and one coalesced gather fills t
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from symmplan.coordination.all_gather import everywhere
+from symmplan.device import device_of
 from symmplan.integrate.fsdp.layout import OTHERS, Asked, Gathered, Layout, layout_of, shards_of
-from symmplan.memory.streams import current_stream, on_stream, synchronize
+from symmplan.memory.streams import synchronize
 from symmplan.runtime.leases import Lease, set_aside
 from symmplan.runtime.observe import launching
 from symmplan.torch_private import autograd, c10d, fsdp2, fsdp2_in_place
@@ -75,6 +75,7 @@ class ZeroCopyUnshard:
         self.site = site
         self._runtime = runtime
         self._group = group
+        self._device = device_of(group.device)
         self.layout: Layout | None = None
         self.storage: ParameterStorage | None = None
         self._lease: Lease | None = None
@@ -185,7 +186,7 @@ class ZeroCopyUnshard:
             return
         fsdp2_in_place.release_gather(group)
         if result.all_gather_event is not None:
-            current_stream().wait_event(result.all_gather_event)
+            self._device.current_stream().wait_event(result.all_gather_event)
         if self._saved is None:
             storage.move_in(group.fsdp_params)
         else:
@@ -251,7 +252,7 @@ class ZeroCopyUnshard:
         self._runtime.counts["copies"] += 1
         result = fsdp2_in_place.result_of(group)
         if result is not None and result.all_gather_event is not None:
-            current_stream().wait_event(result.all_gather_event)
+            self._device.current_stream().wait_event(result.all_gather_event)
         synchronize(group.device)
         if group.is_sharded or storage.viewed:
             self._saved = storage.copied()
@@ -336,8 +337,9 @@ class ZeroCopyUnshard:
 
     def _streams(self, *, async_op: bool) -> tuple[Any, Any]:
         """Where shards are cast, and where they are gathered; Nones on the CPU."""
-        on_cuda, streams = self._group.device.type == "cuda", fsdp2_in_place.gather_streams
-        return streams(self._group, async_op=async_op) if on_cuda else (None, None)
+        if not self._device.is_accelerator:
+            return None, None
+        return fsdp2_in_place.gather_streams(self._group, async_op=async_op)
 
     def _shards(self) -> list[torch.Tensor]:
         assert self.layout is not None
@@ -345,8 +347,7 @@ class ZeroCopyUnshard:
 
     def _copied_shards(self, stream: Any) -> tuple[list[torch.Tensor], Any]:
         """Copies of the shards as FSDP2 would gather them now, and an event behind that."""
-        on = contextlib.nullcontext() if stream is None else on_stream(stream)
-        with torch.inference_mode(mode=False), torch.no_grad(), on:
+        with torch.inference_mode(mode=False), torch.no_grad(), self._device.on_stream(stream):
             shards = [shard.clone() for shard in self._shards()]
             return shards, None if stream is None else stream.record_event()
 
@@ -357,7 +358,7 @@ class ZeroCopyUnshard:
         free = storage.give_room()
         runtime.gathering(self, key)
         if free:
-            self._lease = self._new_lease(storage)
+            self._lease = self._new_lease()
             event = self._fill(key, storage, streams, self._lease)
             fsdp2_in_place.set_result(group, Gathered(event))
             return
@@ -375,7 +376,7 @@ class ZeroCopyUnshard:
         assert saved is not None
         group = self._group
         if storage.give_room():
-            self._lease = self._new_lease(storage)
+            self._lease = self._new_lease()
             storage.users.take(storage.begin, storage.end, self._lease)
             storage.bytes.copy_(saved)
             storage.move_in(group.fsdp_params)
@@ -399,9 +400,8 @@ class ZeroCopyUnshard:
         """Whether a graph may read the bytes before FSDP2 comes to its backward pass."""
         return storage.viewed and not fsdp2.only_backward_needs(self._group)
 
-    def _new_lease(self, storage: ParameterStorage) -> Lease:
-        stream = current_stream() if storage.bytes.is_cuda else None
-        return Lease(stream=stream, owner=weakref.proxy(self))
+    def _new_lease(self) -> Lease:
+        return Lease(stream=self._device.current_stream(), owner=weakref.proxy(self))
 
     def _fill(
         self, key: Key, storage: ParameterStorage, streams: tuple[Any, Any], lease: Lease | None
@@ -422,7 +422,7 @@ class ZeroCopyUnshard:
         asked = self._asked
         shards, copied = (None, None) if asked is None else (asked.shards, asked.copied)
         with torch.no_grad(), autograd.shown(self._shown):
-            if not storage.bytes.is_cuda:
+            if not self._device.is_accelerator:
                 shards = shards or self._shards()
                 take()
                 storage.fill(shards)
@@ -434,13 +434,13 @@ class ZeroCopyUnshard:
             if copied is not None:
                 copies.wait_event(copied)
                 for shard in shards or ():
-                    shard.record_stream(copies)
-            with on_stream(copies):
+                    self._device.record_stream(shard, copies)
+            with self._device.on_stream(copies):
                 shards = shards or self._shards()
                 take()
                 storage.fill(shards)
             gathers.wait_stream(copies)
-            with on_stream(gathers), launching(self._runtime.expected(key)):
+            with self._device.on_stream(gathers), launching(self._runtime.expected(key)):
                 storage.gather()
                 event = gathers.record_event()
                 if lease is not None:

@@ -20,6 +20,7 @@ import torch
 
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import own_work
+from symmplan.device import device_of
 from symmplan.errors import OptionError, ReleasedError
 from symmplan.integrate.moe.exchanges import RowExchange
 from symmplan.integrate.moe.pending import Pending, differentiable, pending
@@ -32,7 +33,7 @@ from symmplan.integrate.moe.routes import (
 )
 from symmplan.integrate.moe.slot import RowSlot
 from symmplan.memory.device_memory import beyond_segments
-from symmplan.memory.streams import current_stream, mark, on_stream, synchronize, wait_for
+from symmplan.memory.streams import mark, synchronize, wait_for
 from symmplan.runtime.executor import executor
 from symmplan.runtime.options import whole
 from symmplan.runtime.stats import Stats
@@ -67,7 +68,7 @@ class ExpertParallel:
         self._released = False
         #: What was started and not yet waited for; see [Note: one after the other].
         self._open: RowExchange | None = None
-        self._side: torch.cuda.Stream | None = None
+        self._side: Any = None
         self._last: list[Any] = []  # marks of the last start or end
         self._executor = executor(lambda: [self.plan], self._slot.let_go, self._slot.known)
         self._counts: Counter[str] = Counter()
@@ -311,7 +312,7 @@ class ExpertParallel:
         started = RowExchange(routes, None, result, rows)
         with self._executor.call(row, "all_to_all", nbytes, self._group.name):
             if self._executor.serves:
-                started.stream = self._stream()
+                started.stream = device_of(self._device).current_stream()
                 with self._apart() if apart else contextlib.nullcontext():
                     wait_for(self._last)  # calls may come on different streams
                     take = self._slot.start(algorithm, result, rows, routes, apart=apart)
@@ -332,11 +333,12 @@ class ExpertParallel:
             take()
             self._ended()
             exchange.ended = self._last
-            stream = self._stream()
-            if stream is not None and stream != exchange.stream:  # of which the allocator hears
+            there = device_of(self._device)
+            stream = there.current_stream()
+            if stream != exchange.stream:  # of which the allocator hears
                 for tensor in (exchange.rows, exchange.result):
                     assert tensor is not None
-                    tensor.record_stream(stream)
+                    there.record_stream(tensor, stream)
         else:
             wait_for(exchange.ended)
         exchange.rows = exchange.result = None
@@ -355,27 +357,24 @@ class ExpertParallel:
         synchronize(self._device)
         self._raise_fault()
 
-    def _stream(self) -> torch.cuda.Stream | None:
-        return current_stream(self._device) if self._device.type == "cuda" else None
-
     def _apart(self) -> AbstractContextManager[Any]:
         """The stream on which exchanges run beside the program's work, behind the current one."""
-        here = self._stream()
-        if here is None:
-            return contextlib.nullcontext()
-        assert self._side is not None
-        self._side.wait_stream(here)
-        return on_stream(self._side)
+        there = device_of(self._device)
+        if self._side is not None:
+            self._side.wait_stream(there.current_stream())
+        return there.on_stream(self._side)
 
     def _ended(self) -> None:
         """What is queued on the current stream comes before what is exchanged next."""
-        stream = self._stream()
-        self._last = [] if stream is None else [mark(stream.record_event())]
+        there = device_of(self._device)
+        stream = there.current_stream()
+        self._last = [] if stream is None else [mark(stream.record_event(), there)]
 
     def _meeting(self) -> Any:
         """Where CPU ranks tell each other numbers; None if they cannot."""
         pushes = self._slot.pushes
-        return None if pushes is None or self._device.type != "cpu" else pushes.meeting
+        accelerated = device_of(self._device).is_accelerator
+        return None if pushes is None or accelerated else pushes.meeting
 
     def _met(self) -> None:
         """All ranks have met, on the current stream."""
@@ -386,7 +385,8 @@ class ExpertParallel:
         known = routes.ranks == self._group.size and rows.dim() > 0
         if known and routes.takes(rows.shape[0]) and rows.device == self._device:
             return
-        if joins := known and self._device.type == "cuda":  # else peers on devices would wait
+        joins = known and device_of(self._device).is_accelerator
+        if joins:  # else peers on devices would wait
             instead = rows.new_zeros((routes.sends, *rows.shape[1:]), device=self._device)
             self.exchange(instead, routes)
         self._slot.refuse(
@@ -426,8 +426,7 @@ class ExpertParallel:
         if not preparation.memory:
             groups = {self._group.name: self._group.process_group}
             preparation.agree(self._device, groups, max_tokens=self._slot.rows)
-            if self._device.type == "cuda":  # not later: a CUDA graph may be captured then
-                self._side = torch.cuda.Stream(self._device)
+            self._side = device_of(self._device).new_stream()  # before graphs are captured
 
     def _raise_fault(self) -> None:
         """Raise what is wrong for good. The host waits for nothing."""

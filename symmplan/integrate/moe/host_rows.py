@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from symmplan.device import device_of
 from symmplan.integrate.moe.exchanges import RowPushes
 from symmplan.memory.kernels import as_bytes, copy_bytes, select_rows, word_of
-from symmplan.memory.streams import current_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -194,7 +194,7 @@ def _kept(
     words: torch.Tensor, picks: torch.Tensor, sent: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Which rows for each host cross, how many, and for each which of the host's that is."""
-    told = torch.tensor(sent, device="cpu", pin_memory=words.is_cuda)
+    told = torch.tensor(sent, device="cpu", pin_memory=device_of(words.device).pins_memory)
     counts = told.to(words.device, non_blocking=True)
     host = torch.repeat_interleave(counts, output_size=len(picks))
     first, number = distinct(words, picks, host)
@@ -251,5 +251,5 @@ def _hashes(words: torch.Tensor) -> torch.Tensor:
 def _used_here(*tensors: torch.Tensor) -> None:
     """Tell torch's allocator that the current stream uses them, which may be of another one."""
     for tensor in tensors:
-        if tensor.is_cuda:
-            tensor.record_stream(current_stream(tensor.device))
+        there = device_of(tensor.device)
+        there.record_stream(tensor, there.current_stream())
