@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
+from symmplan.device import kind_of
 from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def current() -> World | None:
 def on_device(device: torch.device) -> bool:
     """Whether what is planned for ``device`` runs on one."""
     world = current()
-    return device.type == "cuda" if world is None else world.devices
+    return kind_of(device).is_accelerator if world is None else world.devices
 
 
 def enter(world: World) -> None:

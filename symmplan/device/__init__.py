@@ -16,7 +16,7 @@ __all__ = ["Device", "DeviceMemory", "accelerator", "device_of", "kind_of", "rep
 
 
 def kind_of(device: torch.device) -> type[Device]:
-    """The kind of a device. Of a type that symmplan does not know it is the CPU's."""
+    """The kind of a device, which need not be there; the CPU's for a type that is not known."""
     usual = CudaDevice if device.type == "cuda" else Device
     kind: type[Device] = PROCESS.device_kinds.get(device.type, usual)
     return kind

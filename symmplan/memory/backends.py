@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 
 from attrs import frozen
 
+from symmplan.device import kind_of
 from symmplan.errors import BackendError
 
 if TYPE_CHECKING:
@@ -136,14 +137,15 @@ def check_device(memory: str, device: torch.device) -> None:
     Raises:
         BackendError: It serves none.
     """
-    if memory == "shm" and device.type != "cpu":
+    accelerator = kind_of(device).is_accelerator
+    if memory == "shm" and (accelerator or device.type != "cpu"):
         raise misfit(
             memory,
             f"device {device} is not the CPU",
             expected="cpu",
             fix='pass memory="nccl" or memory="cuda" for CUDA devices',
         )
-    if BACKENDS[memory].devices and device.type != "cuda":
+    if BACKENDS[memory].devices and not accelerator:
         raise misfit(
             memory,
             f"device {device} is not a CUDA device",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.coordination.all_gather import all_gather_json, leaders
 from symmplan.coordination.groups import resolve_groups
+from symmplan.device import kind_of
 from symmplan.memory import agree, realize
 from symmplan.memory.streams import synchronize
 from symmplan.process import PROCESS
@@ -81,7 +82,7 @@ def obtain(
 
     Collective: yes, over those groups.
     """
-    if device.type == "cuda":
+    if kind_of(device).is_accelerator:
         found = {
             number: arena
             for number, arena in PROCESS.cache.items()
@@ -150,7 +151,7 @@ def borrowed(
         yield arena, there
         synchronize(device)
     except BaseException:
-        if device.type == "cuda":  # who waited for this device might wait for a peer that failed
+        if kind_of(device).is_accelerator:  # who waits for it may wait for a peer that failed
             PROCESS.kept.append(arena)
         else:
             arena.release()

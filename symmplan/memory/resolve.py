@@ -22,6 +22,7 @@ import json
 from typing import TYPE_CHECKING
 
 from symmplan.coordination.world import current
+from symmplan.device import kind_of
 from symmplan.errors import BackendError
 from symmplan.memory.backends import BACKENDS, check_device, misfit
 from symmplan.memory.topology import known
@@ -128,7 +129,7 @@ def agree_on_levels(
     """
     named = {name: group.process_group for name, group in asked.items()}
     apart = [name for name, of in known(named, device).items() if of.hosts > 1]
-    if device.type != "cuda" or not apart:
+    if not kind_of(device).is_accelerator or not apart:
         return None
     alone, served = _levels(groups, device)
     for turn in range(3):
@@ -142,9 +143,7 @@ def agree_on_levels(
 def _automatic(
     device: torch.device, groups: Mapping[str, Group], alone: bool, levels: bool | None
 ) -> str:
-    if device.type == "cpu":
-        return "local" if alone else "shm"
-    if device.type == "cuda":
+    if kind_of(device).is_accelerator:
         if alone and all(group.process_group is None for group in groups.values()):
             return "local"
         from symmplan.memory.torch_symm import serves_nccl
@@ -155,6 +154,8 @@ def _automatic(
             PROCESS.cuda_memory = True
             return "cuda"
         return "nccl" if serves_nccl(groups) else "cuda"
+    if device.type == "cpu":
+        return "local" if alone else "shm"
     raise misfit(
         "auto",
         f"no backend serves device {device}",

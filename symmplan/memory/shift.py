@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from symmplan.device import kind_of
 from symmplan.memory.calls import OpCall
 from symmplan.memory.kernels import copy_bytes, plain
 from symmplan.memory.streams import beside
@@ -80,7 +81,7 @@ def shift_out(
     def body(input: torch.Tensor) -> None:
         copy_bytes(peer, call.offset, plain(input), nbytes)
 
-    if out.is_cuda:
+    if kind_of(out.device).is_accelerator:
         return functools.partial(_beside, call, body, input, out)
     return call.running(
         body,

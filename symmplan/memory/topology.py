@@ -22,6 +22,7 @@ from attrs import field, frozen
 from symmplan.coordination.all_gather import all_gather_json
 from symmplan.coordination.groups import host
 from symmplan.coordination.world import current
+from symmplan.device import device_of
 from symmplan.memory.backends import BACKENDS, REACHES
 from symmplan.process import PROCESS
 from symmplan.torch_private import c10d, nccl
@@ -250,18 +251,18 @@ def served(
 def facts_of(device: torch.device) -> dict[str, Any]:
     """The facts of this rank, as plain data."""
     facts: dict[str, Any] = {"host": host(), "device": device.type}
-    if device.type != "cuda":
+    there = device_of(device)
+    if not there.is_accelerator:
         return facts
     from symmplan.memory.fabric import fabric_of
-    from symmplan.torch_private import devices
 
-    uuid = devices.device_uuid(device)
+    uuid = there.uuid()
     return {
         **facts,
         "uuid": uuid,
-        "blocked": devices.blocked_devices(device),
+        "blocked": there.blocked(),
         "fabric": fabric_of(uuid),
-        "multicast": devices.has_multicast(device),
+        "multicast": there.has_multicast(),
         "copy_engines": nccl.has_copy_engine_policy(),
         "nccl": list(nccl.version()),
     }

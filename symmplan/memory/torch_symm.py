@@ -24,7 +24,7 @@ NCCLSymmetricMemory.cu}}.
       end of the program, and before the process group is destroyed.
 
 [Note: windows of a pool]
-    A process group registers the memory of a ``torch.cuda.MemPool`` as windows and can deregister
+    A process group registers the memory of a pool of torch's as windows and can deregister
     them, which torch's own symmetric memory cannot. NCCL runs the same kernels and copy engines
     there. But torch does not treat such memory as symmetric: there are no handles of it, and
     ``torch.ops.symm_mem`` refuses it. So only temporary segments are made in this way.
@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from symmplan.device import device_of
 from symmplan.errors import BackendError, OutOfSharedMemoryError
 from symmplan.memory.device_hosts import DeviceHostsMeeting, device_counterparts
 from symmplan.memory.device_memory import require_left
@@ -155,10 +156,11 @@ class TorchSymmBackend:
         Collective: with NVSHMEM yes, else no.
         """
         if part is not None:
-            return part, lambda: torch.cuda.synchronize(part.device)
-        device = _with_index(device)
+            return part, device_of(part.device).synchronize
+        there = device_of(device)
+        device = there.device
         try:
-            with torch.cuda.device(device):
+            with there.current():
                 tensor, free = self._at_last(spec.nbytes, device, groups)
                 try:
                     require_left(device)
@@ -166,7 +168,7 @@ class TorchSymmBackend:
                     free()
                     raise
         except RuntimeError as error:
-            left, total = torch.cuda.mem_get_info(device)
+            left, total = there.free_bytes()
             raise OutOfSharedMemoryError(
                 f"no symmetric memory for segment {spec.name!r} on {device}: {first_line(error)}",
                 expected=f"{spec.nbytes} bytes",
@@ -178,7 +180,7 @@ class TorchSymmBackend:
             ) from error
 
         def release() -> None:
-            torch.cuda.synchronize(device)
+            there.synchronize()
             free()
 
         return tensor, release
@@ -191,11 +193,12 @@ class TorchSymmBackend:
         self._require_served(group)
         tensor = segment.tensor
         phase = f"segment {segment.spec.name!r} counterparts"
-        with torch.cuda.device(tensor.device):
+        there = device_of(tensor.device)
+        with there.current():
             given = exchange, phase, self.name
             hosts = device_counterparts(group, tensor.device, *given)
         try:
-            with torch.cuda.device(tensor.device):
+            with there.current():
                 _warm_up(group, tensor.device)
                 if hosts is not None:
                     handle = symm_mem.rendezvous(segment.allocation, c10d.group_name(hosts.here))
@@ -241,7 +244,7 @@ class TorchSymmBackend:
         except RuntimeError:
             if self.name == "nvshmem":  # all ranks allocate equally often
                 raise
-            torch.cuda.empty_cache()
+            device_of(device).empty_cache()
         return self._allocated(nbytes, device, groups)
 
     def _allocated(
@@ -291,8 +294,9 @@ class NcclPoolBackend(TorchSymmBackend):
         self, nbytes: int, device: torch.device, groups: Sequence[Group]
     ) -> tuple[torch.Tensor, Callable[[], None]]:
         allocator = nccl.window_allocator(groups[0].process_group, device)
-        pool = torch.cuda.MemPool(allocator)
-        with torch.cuda.use_mem_pool(pool, device=device):
+        there = device_of(device)
+        pool = there.pool(allocator)
+        with there.from_pool(pool):
             tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
         address = tensor.data_ptr()
         PROCESS.pools[address] = (pool, [])
@@ -318,7 +322,7 @@ def _warm_up(group: Group, device: torch.device) -> None:
             return
     if nccl.serves(group.process_group):  # each time: what one rank remembers, peers may not
         dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)
-        torch.cuda.synchronize(device)
+        device_of(device).synchronize()
 
 
 def _select(memory: str, device: torch.device) -> None:
@@ -338,8 +342,3 @@ def _select(memory: str, device: torch.device) -> None:
             fix="use one kind of symmetric memory in a process, or a torch built with this one",
             memory=memory,
         ) from error
-
-
-def _with_index(device: torch.device) -> torch.device:
-    index: int | None = device.index
-    return torch.device("cuda", torch.cuda.current_device() if index is None else index)

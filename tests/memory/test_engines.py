@@ -111,7 +111,6 @@ def test_no_ordinary_collective_runs_over_a_communicator_for_copy_engines(monkey
     monkeypatch.setattr(PROCESS, "engines_made", {(0, 1): ours})
     monkeypatch.setattr(nccl, "serves", lambda _: True)
     monkeypatch.setattr(dist, "all_reduce", lambda _, group: reduced.append(group))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     for group in (ours, theirs):
         torch_symm._warm_up(SimpleNamespace(name=group.group_name, process_group=group), CPU)
     assert reduced == [theirs]
