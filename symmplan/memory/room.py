@@ -8,7 +8,9 @@
     back once, before segments are obtained.
 
     How much tensors will need is known of a step that was recorded, see
-    `symmplan.capture.fsdp_memory`. Elsewhere it is taken to be what they had at most.
+    `symmplan.capture.fsdp_memory`. Elsewhere it is taken to be what they had at most. The allocator
+    cannot use all of its bytes, because they are in fragments. So where the device is nearly full
+    it keeps one part in `_FRAGMENTS` more than tensors will need.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ __all__ = ["LEFT", "Room", "Usage", "agreed_room", "free_bytes", "room_on"]
 _MARGIN = 10
 #: And at least so many bytes of a device: communicators and kernels take some when they come.
 LEFT = 256 << 20
+#: What torch's allocator loses to fragments: one part in so many of what tensors need.
+_FRAGMENTS = 16
 
 
 @frozen
@@ -111,7 +115,7 @@ def room_on(there: DeviceMemory, usage: Usage | None, *, below: bool) -> Room:
         below: Whether torch's allocator and the plan may not have more than the program had.
     """
     need = there.most_allocated if usage is None else usage.need
-    free = there.free + there.reserved - max(need, there.allocated)
+    free = there.free + there.reserved - max(need + need // _FRAGMENTS, there.allocated)
     nbytes = free - max(free // _MARGIN, LEFT)
     at_once = there.free - max(there.free // _MARGIN, LEFT)
     if usage is not None and below:

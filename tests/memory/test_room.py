@@ -44,7 +44,8 @@ def test_a_plan_takes_what_the_program_had_and_no_more(device, below):
     assert found.nbytes >= 0
     if found.nbytes:
         # With all that tensors will need, everything is there, and the driver keeps something.
-        left = there.free + there.reserved - max(usage.need, there.allocated) - found.nbytes
+        need = usage.need + usage.need // 16  # the allocator loses some to fragments
+        left = there.free + there.reserved - max(need, there.allocated) - found.nbytes
         assert left >= 256 * MiB
         if below:
             assert usage.need + found.nbytes <= usage.most
@@ -58,12 +59,12 @@ def test_a_plan_takes_what_the_program_had_and_no_more(device, below):
 
 
 def test_what_the_plan_replaces_is_room_where_the_driver_has_none():
-    there = DeviceMemory(300 * MiB, 1000 * MiB, 1000 * MiB, 200 * MiB, 900 * MiB)
-    assert room_on(there, None, below=True).nbytes == (300 + 100 - 256) * MiB
-    found = room_on(there, Usage(500 * MiB, 1000 * MiB), below=True)
-    assert found.nbytes == 500 * MiB  # beside 500 that stay, as much as there was
+    there = DeviceMemory(300 * MiB, 1000 * MiB, 1000 * MiB, 200 * MiB, 864 * MiB)
+    assert room_on(there, None, below=True).nbytes == (300 + 136 - 54 - 256) * MiB
+    found = room_on(there, Usage(512 * MiB, 1000 * MiB), below=True)
+    assert found.nbytes == 488 * MiB  # beside 512 that stay, as much as there was
     assert found.at_once == 0
-    assert room_on(there, Usage(500 * MiB, 1000 * MiB), below=False).nbytes == 544 * MiB
+    assert room_on(there, Usage(512 * MiB, 1000 * MiB), below=False).nbytes == 500 * MiB
 
 
 # What a recorded step needs besides.
@@ -224,7 +225,7 @@ def _with_device(rank, world, totals, base, cached, live=None):
     return {**result, "emptied": device.emptied, "used": max(device.used), "usage": device.usage}
 
 
-_BASE, _ROOM = 1 << 30, 300 * MiB
+_BASE, _ROOM = 1 << 30, 400 * MiB
 
 
 @pytest.mark.ranks
