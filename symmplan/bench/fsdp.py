@@ -63,6 +63,7 @@ _OPTIONS = (
         None,
         more=_NUMBERS,
     ),
+    Option("vocabulary", "tokens that an embedding and a head know (llama; default neither)", 0),
     Option("steps", "timed steps of each", 10),
     Option("compile", "compile each layer", cpu=False),
     Option("checkpoint", "recompute activations of each layer in backward", cpu=False),
@@ -120,7 +121,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 #: What a user's program decides by itself.
 _OF_MODEL = ("model", "layers", "dim", "tokens", "dtype", "reduce", "compile", "checkpoint")
-_OF_PROGRAM = (*_OF_MODEL, "optimizer", "accumulate", "cuda_graph")
+_OF_PROGRAM = (*_OF_MODEL, "vocabulary", "optimizer", "accumulate", "cuda_graph")
 #: Gradients may differ by so many units in the last place where sums have another order.
 _ULPS = {"float32": 8 * 2.0**-23, "bfloat16": 8 * 2.0**-7}
 
@@ -236,6 +237,13 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
             got=found["dim"],
             fix=f"--dim {max(1, found['dim'] // 16) * 16}",
         )
+    if found["vocabulary"] and found["model"] != "llama":
+        raise CommandError(
+            "only a Llama has a vocabulary",
+            expected="--model llama",
+            got=f"--model {found['model']}",
+            fix="add --model llama, or leave --vocabulary out",
+        )
     if graph and args.device != "cuda":
         raise CommandError(
             "the CPU has no CUDA graphs",
@@ -279,7 +287,7 @@ def _swept(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]
     """Each room and each of the two sides in new processes: what one cached is not the other's."""
     rooms: list[dict[str, Any]] = []
     for room in (None, *settings["room"]):
-        sides = {}
+        sides: dict[str, dict[str, Any]] = {}
         for side in ("plain", "symmplan"):
             given = {**_given(settings, side), "left": room}
             try:
@@ -291,8 +299,9 @@ def _swept(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]
             sides[side] = {
                 "step_ms": row["step_ms"],
                 "retries": max(rank["retries"] for rank in ranks),
-                "device": max(rank["memory"][side].get("device", 0) for rank in ranks),
             }
+            most = _most(ranks, side)
+            sides[side] |= {key: most.get(key, 0) for key in ("device", "peak_device")}
         rooms.append({"room": room, "sides": sides})
     runs = [each["sides"] for each in rooms]
     right = all("error" in of["plain"] or "error" not in of["symmplan"] for of in runs)

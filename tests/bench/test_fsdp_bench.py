@@ -95,6 +95,7 @@ def test_a_small_llama_runs_at_several_lengths():
         (("--ranks", "1"), "needs peers"),
         (("--model", "llama", "--dim", "20"), "share the width"),
         (["--room", "16"], "--room needs a GPU"),
+        (["--vocabulary", "16"], "only a Llama has a vocabulary"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_it_starts(words, match):

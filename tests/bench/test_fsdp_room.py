@@ -1,8 +1,13 @@
-"""`symmplan bench fsdp --room`: what is started, and what is said of it; devices run it."""
+"""`symmplan bench fsdp --room`: what is started, and what is said of it; devices run it.
+
+A head's logits are what fills a device most.
+"""
 
 from __future__ import annotations
 
 import argparse
+
+import pytest
 
 from symmplan.bench import fsdp as bench_fsdp
 from symmplan.errors import RanksFailedError
@@ -29,7 +34,7 @@ def test_a_swept_room_is_a_row_with_both_sides_and_with_who_did_not_fit(monkeypa
             {
                 "runs": [{"sides": {side: row}}],
                 "retries": rank,
-                "memory": {side: {"device": 1 << 30}},
+                "memory": {side: {"device": 1 << 30, "peak_device": (2 + rank) << 30}},
             }
             for rank in range(2)
         ]
@@ -40,10 +45,27 @@ def test_a_swept_room_is_a_row_with_both_sides_and_with_who_did_not_fit(monkeypa
     assert asked[:2] == [("plain", None), ("symmplan", None)]
     assert [each["room"] for each in result["rooms"]] == [None, 1.0, 2.0, 4.0]
     found = {each["room"]: each["sides"] for each in result["rooms"]}
-    assert found[4.0]["symmplan"] == {"step_ms": 100.0, "retries": 1, "device": 1 << 30}
+    row = {"step_ms": 100.0, "retries": 1, "device": 1 << 30, "peak_device": 3 << 30}
+    assert found[4.0]["symmplan"] == row
     assert "error" in found[1.0]["plain"]
     assert not result["ok"]  # plain runs in 2 GiB, and symmplan does not
     text = bench_fsdp.render(result)
     assert "4 GiB" in text
+    assert text.count("3 GiB") == 5  # what was in use at most, of each side that ran
     assert "symmplan in 2 GiB: local ranks failed: symmplan is out of memory" in text
     assert bench_fsdp.run(options("--device", "cuda", "--room", "4"))["ok"]
+
+
+@pytest.mark.further
+@pytest.mark.ranks
+def test_a_llama_has_an_embedding_and_a_head_if_it_has_a_vocabulary():
+    words = ("--model", "llama", "--layers", "1", "--dim", "32", "--steps", "2", "--tokens", "8")
+    words += ("--vocabulary", "64", "--sides", "plain", "symmplan")
+    result = bench_fsdp.run(options(*words))
+    assert result["ok"]
+    (run,) = result["runs"]
+    planned = run["sides"]["symmplan"]
+    # An embedding, a layer and a head, and the root's last norm, which is gathered once.
+    assert planned["collectives"] == 3 * 3 + 2
+    assert planned["difference"] == 0.0
+    assert planned["losses_equal"]

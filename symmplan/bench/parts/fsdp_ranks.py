@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import TYPE_CHECKING, Any
 
 from symmplan.bench.parts.timing import in_turns
@@ -89,8 +90,10 @@ def _built(name: str, rank: int, options: Mapping[str, Any]) -> tuple[Side, dict
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     before = _device_bytes() if look else {}
+    driver = _Driver(look=look)
     side = (ProgramSide if options.get("program") else Side)(name, rank, options)
     _train(side, range(_WARM_UP), options)
+    most = driver.over()
     if look:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -99,7 +102,35 @@ def _built(name: str, rank: int, options: Mapping[str, Any]) -> tuple[Side, dict
     if look:
         after = _device_bytes()
         found |= {key: after[key] - before[key.removeprefix("peak_")] for key in _BYTES}
+        found["peak_device"] = max(most, after["device"]) - before["device"]
     return side, found
+
+
+class _Driver(threading.Thread):
+    """Asks the driver all the time how many bytes of the device are in use, until it is over.
+
+    Args:
+        look: Whether there is a device.
+    """
+
+    def __init__(self, *, look: bool) -> None:
+        super().__init__(daemon=True)
+        self._over = threading.Event()
+        self._most = 0
+        if look:
+            self.start()
+
+    def run(self) -> None:
+        """Ask every 2 ms."""
+        while not self._over.wait(0.002):
+            self._most = max(self._most, _device_bytes()["device"])
+
+    def over(self) -> int:
+        """The most bytes that were in use."""
+        self._over.set()
+        if self.ident is not None:
+            self.join()
+        return self._most
 
 
 def _train(side: Side, steps: range, options: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import symmplan
@@ -49,10 +50,13 @@ def batch_of(options: Mapping[str, Any], rank: int, step: int, tokens: int) -> t
 
     Returns:
         ``(tokens, dim)``, for Llama ``(1, tokens, dim)`` and, as embeddings would be, one that
-        requires a gradient.
+        requires a gradient; with a vocabulary ``(1, tokens)`` of tokens.
     """
     llama = options["model"] == "llama"
     generator = torch.Generator(options["device"]).manual_seed(97 * step + rank)
+    words = options.get("vocabulary")
+    if words:
+        return torch.randint(words, (1, tokens), generator=generator, device=options["device"])
     batch = torch.randn(
         (1, tokens, options["dim"]) if llama else (tokens, options["dim"]),
         generator=generator,
@@ -156,9 +160,12 @@ class Side:
     def _made(self) -> nn.Module:
         """The model, sharded unless this side is not, and its optimizer."""
         options = self._options
-        make = Llama if options["model"] == "llama" else mlp
+        sizes = options["layers"], options["dim"]
         with self.device:
-            model = make(options["layers"], options["dim"])
+            if options["model"] == "llama":
+                model: nn.Module = Llama(*sizes, options["vocabulary"] or 0)
+            else:
+                model = mlp(*sizes)
         blocks: Any = model.layers if isinstance(model, Llama) else model
         if options["checkpoint"]:
             for block in blocks:
@@ -347,7 +354,10 @@ class Side:
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _loss(self, batch: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.model(batch).float().pow(2).mean()
+        made = self.model(batch).float()
+        result: torch.Tensor = made.pow(2).mean()
+        if self._options.get("vocabulary"):  # each token says which one comes next
+            result = functional.cross_entropy(made.flatten(0, 1), batch.roll(-1, 1).flatten())
         return result
 
     def _synchronize(self) -> None:

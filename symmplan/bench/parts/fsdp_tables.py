@@ -65,7 +65,10 @@ def _gain_lines(run: dict[str, Any], memory: dict[str, dict[str, int]]) -> list[
 
 
 def _room_lines(rooms: list[dict[str, Any]]) -> list[str]:
-    """A row for each room: milliseconds of a step, retries of the allocator, bytes in use."""
+    """A row for each room: milliseconds of a step, retries of the allocator, bytes in use.
+
+    Those are the bytes between steps, and the most while all is recorded, measured and planned.
+    """
     rows, failed = [], []
     for each in rooms:
         name = "all" if each["room"] is None else f"{each['room']:g} GiB"
@@ -73,9 +76,10 @@ def _room_lines(rooms: list[dict[str, Any]]) -> list[str]:
         for side, row in each["sides"].items():
             if "error" in row:
                 failed.append(f"{side} in {name}: {row['error']}")
-            cells += [row.get("step_ms"), row.get("retries"), size(row.get("device", 0))]
+            cells += [row.get("step_ms"), row.get("retries")]
+            cells += [size(row.get(key, 0)) for key in ("device", "peak_device")]
         rows.append((name, *cells))
-    heads = "room plain_ms retries device symmplan_ms retries device"
+    heads = "room plain_ms retries device peak symmplan_ms retries device peak"
     return [*command.cells(heads, rows), *failed]
 
 

@@ -92,15 +92,24 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The layers of a Llama without its embeddings: ``(batch, length, dim)`` to the same.
+    """The layers of a Llama: ``(batch, length, dim)`` to the same.
+
+    With a vocabulary it has an embedding and a head, too: ``(batch, length)`` of tokens to
+    ``(batch, length, vocabulary)``.
 
     Args:
         layers: How many.
         dim: Their width; 4096 for the layers of Llama 3 8B, whose other sizes follow from it.
+        vocabulary: How many tokens there are; 0 for neither embedding nor head.
     """
 
-    def __init__(self, layers: int, dim: int) -> None:
+    def __init__(self, layers: int, dim: int, vocabulary: int = 0) -> None:
         super().__init__()
+        self.embedding: nn.Module | None = None
+        self.head: nn.Module | None = None
+        if vocabulary:
+            self.embedding = nn.Embedding(vocabulary, dim)
+            self.head = nn.Linear(dim, vocabulary, bias=False)
         heads = max(4, dim // 128)
         shape = {"heads": heads, "shared": 4, "hidden": dim * 7 // 2}
         self.layers = nn.ModuleList(Block(dim, **shape) for _ in range(layers))
@@ -109,11 +118,15 @@ class Llama(nn.Module):
         self._turns: dict[Any, torch.Tensor] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """All layers on ``(batch, length, dim)``."""
+        """All layers."""
+        if self.embedding is not None:
+            x = self.embedding(x)
         turn = self._turn(x)
         for layer in self.layers:
             x = layer(x, turn)
         result: torch.Tensor = self.norm(x)
+        if self.head is not None:
+            result = self.head(result)
         return result
 
     def _turn(self, x: torch.Tensor) -> torch.Tensor:
@@ -128,4 +141,7 @@ class Llama(nn.Module):
 
 def parts(model: nn.Module) -> list[nn.Module]:
     """What of ``model`` becomes an FSDP module, beside itself."""
-    return list(model.layers if isinstance(model, Llama) else model.children())
+    if not isinstance(model, Llama):
+        return list(model.children())
+    found = [model.embedding, *model.layers, model.head]
+    return [part for part in found if part is not None]
