@@ -97,7 +97,8 @@ def run_apart(
     originals = {identity(copy): x for x, copy in clones.values()}
     result = func(*cloned[0], **cloned[1])
     if form is not None:
-        work = torch.distributed.Work.unbox(result[1])
+        boxed = result if form.returns == "nothing" else result[1]
+        work = torch.distributed.Work.unbox(boxed)
         if work is not None:  # NCCL has none for what runs on the current stream
             work.wait()
         form.written.copy_(clones[id(form.written)][1])

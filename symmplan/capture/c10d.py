@@ -33,12 +33,14 @@ class Functional:
     args: Any  # its positional arguments
     kwargs: dict[str, Any]  # its arguments by name
     written: Any = None  # the tensor that it writes
-    listed: bool = False  # whether the original returns its tensor in a list
+    returns: str = "tensor"  # what the original returns before its work, of `_FORMS`
     asynchronous: bool = False  # whether the caller holds a ``Work`` to wait for
 
-    def results(self, work: Any) -> tuple[Any, Any]:
+    def results(self, work: Any) -> Any:
         """The results of the original op."""
-        return ([self.written] if self.listed else self.written), work
+        if self.returns == "nothing":
+            return work
+        return ([self.written] if self.returns == "list" else self.written), work
 
 
 # From what a call does: the form's arguments, by position and by name, and the tensor it writes.
@@ -66,23 +68,44 @@ def _broadcast(tensors: Any, group: str, root: int, number: int) -> tuple[Any, .
     return (tensors[0], root, group), {}, tensors[0]
 
 
+def _all_to_all(
+    out: Any, source: Any, group: str, received: Any, sent: Any
+) -> tuple[Any, ...] | None:
+    if received or sent:  # whoever gives them will give others in the next iteration
+        return None
+    return (source, [], [], group), {"out": out}, out
+
+
 def _size(group: str) -> int:
     return c10d.group_by_name(group).size()
 
 
-#: The functional form of an op, whether the op takes its tensor in a list, and what makes of a
-#: call's arguments those of the form; or None.
-_FORMS: Mapping[str, tuple[str, bool, Callable[..., tuple[Any, ...] | None]]] = {
-    "c10d::_allgather_base_": ("all_gather_into_tensor_out", False, _all_gather),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter_tensor_out", False, _reduce_scatter),
-    "c10d::allreduce_": ("all_reduce_", True, _all_reduce),
-    "c10d::broadcast_": ("broadcast_", True, _broadcast),
+_F = "_c10d_functional::"
+#: The functional form of an op, what the op returns before its work, and what makes of a call's
+#: arguments those of the form; or None.
+_FORMS: Mapping[str, tuple[str, str, Callable[..., tuple[Any, ...] | None]]] = {
+    "c10d::_allgather_base_": (f"{_F}all_gather_into_tensor_out", "tensor", _all_gather),
+    "c10d::_reduce_scatter_base_": (f"{_F}reduce_scatter_tensor_out", "tensor", _reduce_scatter),
+    "c10d::allreduce_": (f"{_F}all_reduce_", "list", _all_reduce),
+    "c10d::alltoall_base_": ("symmplan::all_to_all_single_into", "nothing", _all_to_all),
+    "c10d::broadcast_": (f"{_F}broadcast_", "list", _broadcast),
 }
+#: Those in which a rank says how many rows go to whom.
+_ALL_TO_ALLS = ("c10d::alltoall_base_", f"{_F}all_to_all_single")
 
 #: The ops that have a functional form.
 NAMES = tuple(_FORMS)
 #: ``{op: its functional form}``, qualified names.
-FUNCTIONAL = {op: f"_c10d_functional::{name}" for op, (name, *_) in _FORMS.items()}
+FUNCTIONAL = {op: name for op, (name, *_) in _FORMS.items()}
+
+
+def is_all_to_all(op: OpOverload) -> bool:
+    """Whether an op is an all-to-all of a process group whose parts may differ from rank to rank.
+
+    Args:
+        op: What is called.
+    """
+    return op._schema.name in _ALL_TO_ALLS
 
 
 @functools.cache
@@ -120,11 +143,12 @@ def functional_form(
     """
     if op._schema.name not in _FORMS:
         return None
-    name, listed, form = _FORMS[op._schema.name]
+    name, returns, form = _FORMS[op._schema.name]
     said = reader_of(op)(args)
     found = form(*map_tensors(said))
     if found is None:
         return None
     asynchronous = args[len(said)] if len(args) > len(said) else True
-    target, (positional, named, written) = getattr(torch.ops._c10d_functional, name), found
-    return Functional(target.default, positional, named, written, listed, bool(asynchronous))
+    namespace, _, name = name.partition("::")
+    target, (positional, named, written) = getattr(getattr(torch.ops, namespace), name), found
+    return Functional(target.default, positional, named, written, returns, bool(asynchronous))

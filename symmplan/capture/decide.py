@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture.producers import Write
 
-_SHUNNED = "an op whose own argument is left out uses it, too"
+_SHUNNED = "an op that runs in torch's own way uses it, too"
 
 
 def _element(where: str, path: Path) -> str:
@@ -400,6 +400,9 @@ class Decider:
             if is_pure_view(node):
                 continue
             overload = called(node)
-            if overload is None or all(r.alias_info is None for r in overload._schema.returns):
+            if overload is None:
+                return True
+            returns = overload._schema.returns  # none where a recorded call gives what it wrote
+            if returns and all(r.alias_info is None for r in returns):
                 return True
         return False

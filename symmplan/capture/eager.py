@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 #: So many frames of a call are remembered.
 _DEEPEST = 8
+_WAIT = "_c10d_functional::wait_tensor"
+#: The name of nodes that are calls over other groups.
+_ELSEWHERE = "elsewhere"
 #: Of the marks that threads of a program have.
 _PROGRAM = "symmplan program"
 
@@ -77,6 +80,7 @@ class Storage:
     dropped: int = 0  # when it was released; 0 while it lives
     #: Names of streams that may use it until then, by ``record_stream``.
     users: list[str] = field(factory=list)
+    elsewhere: bool = False  # whether a collective over another group uses it
 
 
 @define(eq=False)
@@ -92,6 +96,7 @@ class Recorded:
     kwargs: Any = field(factory=dict)  # the same by name
     line: str = ""  # where in the user's program, ``"file:line"``
     stream: str = MAIN  # name of the stream that was current
+    storages: tuple[Storage, ...] = ()  # of its arguments and results, if it is an op
 
 
 def _end(*written: torch.Tensor) -> torch.cuda.Event | None:
@@ -108,6 +113,7 @@ class Recorder(TorchDispatchMode):
 
     Args:
         lookup: Gives what is declared of an op, or None.
+        elsewhere: Says of an op and its arguments whether they are a call over another group.
         before: Called with each declared op and its arguments, before it runs.
         aside: Whether the code that runs now is not the program's, so that it is not recorded.
         streams: Those of the device; None where there are none.
@@ -128,6 +134,7 @@ class Recorder(TorchDispatchMode):
     def __init__(
         self,
         lookup: Callable[[Any], OpSpec | None],
+        elsewhere: Callable[[Any, Any, Any], bool],
         before: Callable[[Any, Any, Any], None],
         aside: Callable[[], bool],
         *,
@@ -141,6 +148,7 @@ class Recorder(TorchDispatchMode):
         self.calls: list[Recorded] = []
         self.lines: dict[fx.Node, str] = {}
         self._lookup = lookup
+        self._elsewhere = elsewhere
         self._before = before
         self._aside = aside
         self._streams = streams
@@ -180,6 +188,8 @@ class Recorder(TorchDispatchMode):
         if func._schema.name == "aten::record_stream":
             self._used_until_released(args[0], args[1])
             return func(*args, **kwargs)
+        if self._elsewhere(func, args, kwargs):
+            return self._run_elsewhere(func, args, kwargs)
         spec = self._lookup(func)
         if spec is not None:
             self._before(func, args, kwargs)
@@ -191,16 +201,17 @@ class Recorder(TorchDispatchMode):
             result = run_apart(func, args, kwargs, spec, form, self._scratch, self._default_group)
         if func.namespace == "c10d":
             return self._c10d(func, spec, form, args, kwargs, result)
-        if func._schema.name == "_c10d_functional::wait_tensor":
+        if func._schema.name == _WAIT:
             mark, done = self._works.pop(storage_key(args[0]), (None, None))
             if mark is not None:
                 self.timeline.wait(mark)
             if done is not None:
                 done.wait()
-        node = self._node(func, given, result)
+        node = self._node(func, given, result, self._name_of_wait(func, args))
         if spec is not None:
             named = {name: stand_in(x, f"kwargs[{name!r}]") for name, x in kwargs.items()}
-            self._call(node, func, Functional(func, stand_in(args), named), args, kwargs)
+            form = Functional(func, stand_in(args), named)
+            self._call(node, func, form, args, kwargs, result)
             if spec.asynchronous:
                 tensors = [x for x in tree_leaves(result) if is_tensor(x)]
                 end = self.timeline.record(), _end(*tensors)
@@ -217,8 +228,7 @@ class Recorder(TorchDispatchMode):
         result: Any,
     ) -> Any:
         if form is None:
-            given = tree_leaves(self._arguments((args, kwargs)))
-            node = self._node(opaque, (tuple(n for n in given if isinstance(n, fx.Node)), {}), None)
+            node = self._opaque(args, kwargs)
             if spec is not None:
                 self._call(node, func, None, args, kwargs)
             return result
@@ -240,6 +250,32 @@ class Recorder(TorchDispatchMode):
         self._handles.append(handle)
         return form.results(boxed)
 
+    def _run_elsewhere(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a collective over another group, and note which tensors it uses."""
+        result = func(*args, **kwargs)
+        if func.namespace == "c10d":
+            self._opaque(args, kwargs)
+        else:
+            self._node(func, self._arguments((args, kwargs)), result, _ELSEWHERE)
+        for storage in self._storages_of((args, kwargs, result)):
+            storage.elsewhere = True
+        return result
+
+    def _name_of_wait(self, func: Any, args: Any) -> str:
+        """A name for waits that not all ranks make, so that other waits have equal names."""
+        if func._schema.name != _WAIT:
+            return ""
+        storage = self._storages.get(storage_key(args[0]))
+        return _ELSEWHERE if storage is not None and storage.elsewhere else ""
+
+    def _opaque(self, args: Any, kwargs: Any) -> fx.Node:
+        given = tree_leaves(self._arguments((args, kwargs)))
+        return self._node(opaque, (tuple(n for n in given if isinstance(n, fx.Node)), {}), None)
+
+    def _storages_of(self, values: Any) -> tuple[Storage, ...]:
+        keys = dict.fromkeys(storage_key(x) for x in tree_leaves(values) if is_tensor(x))
+        return tuple(self._storages[key] for key in keys if key in self._storages)
+
     def _wait(self, node: fx.Node, written: torch.Tensor) -> None:
         self._node(torch.ops._c10d_functional.wait_tensor.default, ((node,), {}), written)
 
@@ -250,11 +286,18 @@ class Recorder(TorchDispatchMode):
             storage.users.append(self.timeline.name(number))
 
     def _call(
-        self, node: fx.Node, op: Any, form: Functional | None, args: Any, kwargs: Any
+        self,
+        node: fx.Node,
+        op: Any,
+        form: Functional | None,
+        args: Any,
+        kwargs: Any,
+        result: Any = None,
     ) -> None:
         given = signature(reader_of(op)(args)), signature(kwargs)
         line, stream = self.lines.get(node, ""), self.timeline.streams[node.name]
-        self.calls.append(Recorded(node, op, form, "op", *given, line, stream))
+        storages = self._storages_of((args, kwargs, result))
+        self.calls.append(Recorded(node, op, form, "op", *given, line, stream, storages))
 
     def memory(self, tensor: torch.Tensor, kind: str, write: Write, args: Any, kwargs: Any) -> None:
         """``tensor`` was just made by `placed.empty` or `placed.out`, called with ``args``."""
@@ -314,9 +357,9 @@ class Recorder(TorchDispatchMode):
         if self._storages.get(key) is storage:
             del self._storages[key], self._watches[key]
 
-    def _node(self, target: Any, given: tuple[Any, Any], result: Any) -> fx.Node:
+    def _node(self, target: Any, given: tuple[Any, Any], result: Any, name: str = "") -> fx.Node:
         packet = getattr(target, "overloadpacket", target)
-        name = dispatch.node_name(self.graph, packet.__name__)
+        name = name or dispatch.node_name(self.graph, packet.__name__)
         node = self.graph.create_node("call_function", target, *given, name)
         self.timeline.ran(node.name)
         stack = node.meta["symmplan_stack"] = _stack()

@@ -22,7 +22,8 @@ from attrs import evolve
 from symmplan.capture.fx import capture_fx
 from symmplan.capture.sites import Captured, Step
 from symmplan.capture.streams import MAIN, unordered, with_streams
-from symmplan.model import Access, Operation
+from symmplan.model import Access, Operation, Unplanned
+from symmplan.registry import spec_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
     from symmplan.capture.eager import Recorder, Storage
     from symmplan.capture.producers import Write
+
+#: Why a collective over a group that is not the session's is ordinary.
+OTHER_GROUP = "its group has other ranks than the session"
 
 #: When something ran, and on which stream.
 _Moment: TypeAlias = tuple[int, str]
@@ -55,19 +59,39 @@ def capture_recorded(
     Collective: no.
     """
     recorder.close()
+    served = {call.node for call in recorder.calls}
+    apart = [n for n in recorder.graph.nodes if n not in served]
+    refused = {**dict.fromkeys(apart, OTHER_GROUP), **refused}
+    ordinary = [value for value, storage in recorder.made.items() if storage.elsewhere]
     while True:
         captured = capture_fx(
             recorder.graph,
             producer=lambda node: producer(node, recorder.writes.get),
             refused=refused,
+            ordinary=ordinary,
             **others,
         )
-        captured = _in_time(recorder, captured)
+        captured = _in_time(recorder, _with_opaque(recorder, captured, refused))
         reasons = unordered(captured.problem)
         more = {s.node: reasons[s.buffer] for s in captured.sites if s.buffer in reasons}
         if not more.keys() - refused.keys():
             return captured
         refused = {**more, **refused}
+
+
+def _with_opaque(
+    recorder: Recorder, captured: Captured, refused: Mapping[fx.Node, str]
+) -> Captured:
+    """A captured recording that also says what is left out of calls without a functional form."""
+    unplanned = [
+        Unplanned(call.node.name, spec.op, requirement.where, refused[call.node])
+        for call in recorder.calls
+        if call.op is not None and call.form is None and call.node in refused
+        if (spec := spec_for(call.op)) is not None
+        for requirement in spec.requirements
+    ]
+    problem = captured.problem
+    return evolve(captured, problem=evolve(problem, unplanned=(*problem.unplanned, *unplanned)))
 
 
 def _in_time(recorder: Recorder, captured: Captured) -> Captured:

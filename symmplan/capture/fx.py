@@ -63,6 +63,7 @@ def capture_fx(
     anywhere: Callable[[OpSpec, str, Requirement], bool] = lambda *_: False,
     refused: Mapping[fx.Node, str] | None = None,
     slower: Collection[fx.Node] = (),
+    ordinary: Collection[Value] = (),
     device: torch.device | None = None,
     keep: frozenset[fx.Node] = frozenset(),
     saved: Collection[int] = (),
@@ -81,6 +82,7 @@ def capture_fx(
         anywhere: Says whether a tensor may lie anywhere, so that nothing is lost without it.
         refused: ``{node: why its tensors are to be left out}``.
         slower: Those of them that lose nothing by it.
+        ordinary: Tensors that stay in ordinary memory, with all views of them.
         device: Where symmetric memory is: tensors elsewhere are left out. None if all lie there.
         keep: The inputs that may lie in symmetric memory from run to run.
         saved: Positions of the graph's outputs that only its backward gets. See [Note: crossing].
@@ -112,7 +114,7 @@ def capture_fx(
     ends = [n for n in graph.nodes if is_wait(n)]
     waits = {n: _waits_of(n, values, ends) for n, s in specs.items() if s.asynchronous}
     undecided = [site for n, spec in specs.items() for site in sites_of(n, spec, values)]
-    shunned: frozenset[Value] = frozenset()
+    shunned = frozenset(values.find(value) for value in ordinary)
     while True:
         decider = Decider(
             prefix=prefix,

@@ -261,10 +261,13 @@ def all_to_all_single_out(
     """
     call = OpCall("all_to_all_single_out", out, "out", group_name)
     call.check_types(input, out)
-    sends = _splits(call, input, input_split_sizes, "input")
-    receives = _splits(call, out, output_split_sizes, "out")
-    row = _row_nbytes(input) or _row_nbytes(out)
-    if input.numel() and out.numel() and row != _row_nbytes(out):
+    equal = not input_split_sizes and not output_split_sizes and input.numel() == out.numel()
+    elements = equal and input.shape[1:] != out.shape[1:]  # then rows are elements
+    count = torch.Tensor.numel if elements else _rows
+    sends = _splits(call, count(input), input_split_sizes, "input")
+    receives = _splits(call, count(out), output_split_sizes, "out")
+    row = input.element_size() if elements else _row_nbytes(input) or _row_nbytes(out)
+    if input.numel() and out.numel() and not elements and row != _row_nbytes(out):
         call.fail(
             "rows of 'input' and 'out' differ",
             expected=f"{row} bytes",
@@ -372,8 +375,7 @@ def _row_nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() // rows * tensor.element_size() if rows else 0
 
 
-def _splits(call: OpCall, tensor: torch.Tensor, sizes: Sequence[int], where: str) -> list[int]:
-    rows = _rows(tensor)
+def _splits(call: OpCall, rows: int, sizes: Sequence[int], where: str) -> list[int]:
     if not sizes:
         if rows % call.size:
             call.fail(

@@ -208,6 +208,13 @@ COLLECTIVES: tuple[CatalogueRow, ...] = (
     _autograd("reduce_scatter_tensor", _RS),
     _autograd("all_to_all_single", _A2A, synchronizes=False),
     _collective(
+        "symmplan::all_to_all_single_into",
+        _A2A,
+        "input out",
+        synchronizes=False,
+        note=f"c10d::alltoall_base_ of equal parts; {_PAIRWISE}",
+    ),
+    _collective(
         "symmplan::shift",
         "shift",
         "input return",

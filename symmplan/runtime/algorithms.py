@@ -79,6 +79,7 @@ _PULLS = "the collective reads its peers' inputs, so its result may lie anywhere
 _COPIED = "it is copied into the result's placement, where the op then works in place"
 
 _F = "_c10d_functional::"
+_INTO = "symmplan::all_to_all_single_into"
 
 
 def _functional(**rows: Lowering) -> dict[str, Lowering]:
@@ -117,6 +118,7 @@ _SHM: Mapping[str, Lowering] = {
         broadcast=_own("broadcast_out", "return", why_not=_PUSHES),
         broadcast_=_own("broadcast_out", "input", out="input"),
     ),
+    f"{_INTO}.default": _own("all_to_all_single_out", "out", out="out", why_not=_PUSHES),
     "symmplan::shift.default": _own("shift_out", "return", why_not=_PUSHES),
 }
 
@@ -143,12 +145,11 @@ _C10D: Mapping[str, Lowering] = {
         all_reduce_coalesced=_group(
             "all_reduce_", "return", inplace=True, each=True, why_not=_COPIED
         ),
-        all_to_all_single=Lowering(
-            "symmplan::all_to_all_single_into", ("input", "return"), equal=True, engine=True
-        ),
+        all_to_all_single=Lowering(_INTO, ("input", "return"), equal=True, engine=True),
         broadcast=_group("broadcast_", "return", inplace=True, why_not=_COPIED),
         broadcast_=_group("broadcast_", "input", out="input"),
     ),
+    f"{_INTO}.default": Lowering(_INTO, ("input", "out"), out="out", equal=True, engine=True),
     # Its input is read by a copy engine until the wait.
     "symmplan::shift.default": Lowering("symmplan::shift_out", ("input", "return")),
 }

@@ -45,7 +45,7 @@ def listen(listener: Recording | None, device: torch.device) -> None:
     if PROCESS.listening is None:
         PROCESS.listening = torch.library.Library("c10d", "IMPL")
         try:
-            for name in (*NAMES, _ALL_TO_ALL):
+            for name in NAMES:
                 op = overload_named(f"{name}.default")
                 PROCESS.listening.impl(
                     name.partition("::")[2],
@@ -93,16 +93,16 @@ def _kernel(op: Any) -> Callable[..., Any]:
 
 def _tell(op: Any, args: Any, kwargs: Any) -> None:
     functional = functional_form(op, args)
-    if functional is not None:
-        target = functional.op
-        bound = bind_arguments(target, functional.args, functional.kwargs)
-        source = bound["input"]
-        numel, group = source.numel(), bound["group_name"]
-    elif op._schema.name == _ALL_TO_ALL:  # as if all parts were equal
+    if op._schema.name == _ALL_TO_ALL:  # as if all parts were equal
         target = torch.ops._c10d_functional.all_to_all_single.default
         given = bind_arguments(op, args, kwargs)
         of, source, bound = c10d.unboxed_group(given["process_group"]), given["input"], {}
         numel, group = source.numel() // of.size() * of.size(), c10d.group_name(of)
+    elif functional is not None:
+        target = functional.op
+        bound = bind_arguments(target, functional.args, functional.kwargs)
+        source = bound["input"]
+        numel, group = source.numel(), bound["group_name"]
     else:
         return
     ranks = c10d.group_by_name(group).size()

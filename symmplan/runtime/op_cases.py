@@ -97,7 +97,7 @@ class OpCase(Case):
 
         def act(beside: Callable[[], None]) -> None:
             made = target(*args, **kwargs)
-            results = made if each else [made]
+            results = made if each else [kwargs.get("out", made)]
             beside()
             for result in results:
                 _wait(result)

@@ -66,6 +66,8 @@ _MEET = (
 )
 #: The same of ``c10d::`` ops that have no functional form.
 _MEET_C10D = ("barrier", "allgather_", "allgather_into_tensor_coalesced_", "allgather_coalesced_")
+#: Those that not all ranks of the group call.
+_BETWEEN_TWO = ("send", "recv_", "recv_any_source_", "isend", "irecv", "batch_p2p_ops")
 
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.00002, 0.001
 
@@ -167,7 +169,7 @@ class Watching(TorchDispatchMode):
             return self._wait(func, args, kwargs)
         if self._serves(func):
             return self._inside(func, args, kwargs)
-        if namespace in _COLLECTIVES:
+        if _is_collective(func):
             return self.collective(func, args, kwargs, functools.partial(func, *args, **kwargs))
         before = self._ops
         result = self._inside(func, args, kwargs)
@@ -223,7 +225,8 @@ class Watching(TorchDispatchMode):
                 if touched is not None:
                     touches.append(touched)
         # Only now: who finds a race never starts.
-        numbers = [(d, d.start(group)) for d in PROCESS.detectors]
+        detectors = () if _name(op) in _BETWEEN_TWO else PROCESS.detectors
+        numbers = [(d, d.start(group)) for d in detectors]
         synchronizes = _who_synchronizes(op, bound, ranks, others)
         pending = _Pending(group, numbers, others, synchronizes, touches)
         for segment, access in pending.touches:
@@ -261,7 +264,7 @@ class Watching(TorchDispatchMode):
 def watched(op: Any) -> Callable[..., Any]:
     """``op.redispatch``, seen by who watches: for ops that are run past the dispatch mode."""
     redispatch = dispatch.redispatch_of(op)
-    if op.namespace not in _COLLECTIVES:
+    if not _is_collective(op):
         return redispatch
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -274,17 +277,24 @@ def watched(op: Any) -> Callable[..., Any]:
     return run
 
 
+@functools.cache
+def _is_collective(op: Any) -> bool:
+    """Whether an op is a collective of a process group: it names one."""
+    named = any(a.name in ("group_name", "process_group") for a in op._schema.arguments)
+    return named and op.namespace in _COLLECTIVES
+
+
 def _who_synchronizes(
     op: Any, bound: dict[str, Any], ranks: Sequence[int], others: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The ranks whose start precedes this rank's wait."""
-    name = op._schema.name.partition("::")[2]
+    name = _name(op)
     if name in (_MEET_C10D if op.namespace == "c10d" else _MEET):
         return others
     if name in ("broadcast", "broadcast_") and op.namespace != "c10d":
         root = ranks[bound["src"]]
         return (root,) if root in others else ()
-    if name in ("alltoall_base_", "all_to_all_single"):
+    if name in ("alltoall_base_", "all_to_all_single", "all_to_all_single_into"):
         splits = [*bound["output_split_sizes"]]
         if op.namespace != "c10d":
             splits += bound["input_split_sizes"]
@@ -292,6 +302,11 @@ def _who_synchronizes(
         full = len(set(splits)) <= 1 and 0 not in splits and bool(bound["input"].numel())
         return others if full else ()
     return ()
+
+
+def _name(op: Any) -> str:
+    """An op's name without its namespace."""
+    return str(op._schema.name.partition("::")[2])
 
 
 def _group_of(bound: dict[str, Any]) -> str:

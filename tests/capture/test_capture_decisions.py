@@ -222,9 +222,7 @@ def test_what_a_user_s_op_gets_unplaced_is_no_other_op_s_placement(groups, colle
 
     found = decided(captured(program, skip=skip))
     assert found["mix.x"] == (
-        ("bind", "")
-        if collective
-        else ("stage", "an op whose own argument is left out uses it, too")
+        ("bind", "") if collective else ("stage", "an op that runs in torch's own way uses it, too")
     )
 
 
@@ -239,7 +237,7 @@ def test_a_result_that_an_unplaced_argument_shares_is_copied_out(groups):
     found = decided(captured(program, skip=skip))
     assert found["push_next.return"] == (
         "stage",
-        "an op whose own argument is left out uses it, too",
+        "an op that runs in torch's own way uses it, too",
     )
 
 

@@ -6,7 +6,7 @@
     every call's key set, below autograd and above all backends; an op without a kernel for it falls
     through at no cost. The kernel gives the program's calls to the session, and hands on to the
     keys behind it what is none of those: a declared op that runs inside another, work of
-    symmplan's own, what another thread calls.
+    symmplan's own, what another thread calls, calls over other groups.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from symmplan.coordination.own import in_own_work
 from symmplan.registry import all_specs
 from symmplan.runtime.algorithms import overload_named
 from symmplan.runtime.listening import silence
+from symmplan.runtime.watching import watched
 from symmplan.torch_private import dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import ExitStack
 
+    from symmplan.integrate.eager.groups import OwnGroups
     from symmplan.integrate.eager.streams import Roles
 
     #: Given an op, the dispatch keys behind ours, its arguments, and those that say what it does.
@@ -69,7 +71,7 @@ class Cursor:
         self._serve = self.waited = None
 
 
-def install(cursor: Cursor, stack: ExitStack) -> None:
+def install(cursor: Cursor, own_groups: OwnGroups, stack: ExitStack) -> None:
     """Kernels for all declared ops, until ``stack`` is closed. See [Note: nobody else pays]."""
     libraries: dict[str, torch.library.Library] = {}
     silence()
@@ -87,7 +89,7 @@ def install(cursor: Cursor, stack: ExitStack) -> None:
             op = overload_named(name)
         except AttributeError:
             continue
-        add(op, _kernel(cursor, op))
+        add(op, _kernel(cursor, op, own_groups.elsewhere(op)))
     if cursor.waited is not None:
         op = torch.ops._c10d_functional.wait_tensor.default
         add(op, _wait_kernel(cursor, op))
@@ -105,15 +107,18 @@ def overload_name(op: Any) -> str:
     return f"{op._schema.name}.{op._overloadname}"
 
 
-def _kernel(cursor: Cursor, op: Any) -> Callable[..., Any]:
+def _kernel(cursor: Cursor, op: Any, elsewhere: Callable[[Any, Any], bool]) -> Callable[..., Any]:
     redispatch, after = dispatch.redispatch_of(op), dispatch.keyset_after_select()
-    read = reader_of(op)
+    read, run = reader_of(op), watched(op)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         serve, behind = cursor.caught(), keys & after
         if serve is None:
             return redispatch(behind, *args, **kwargs)
-        return serve(op, behind, args, kwargs, read(args))
+        said = read(args)
+        if elsewhere(said, kwargs):
+            return run(behind, *args, **kwargs)
+        return serve(op, behind, args, kwargs, said)
 
     return kernel
 

@@ -7,8 +7,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
+from symmplan.capture.c10d import is_all_to_all
 from symmplan.capture.eager import Recorder
 from symmplan.capture.eager_problem import capture_recorded
 from symmplan.capture.producers import is_allocation, out_overload
@@ -19,8 +20,9 @@ from symmplan.errors import AgreementError
 from symmplan.integrate.eager.build import Builder
 from symmplan.integrate.eager.faults import public
 from symmplan.integrate.eager.frozen import Frozen
+from symmplan.integrate.eager.groups import OwnGroups
 from symmplan.integrate.eager.scratch import ScratchMemory
-from symmplan.registry import spec_for
+from symmplan.registry import bind_arguments, spec_for
 from symmplan.report.log import LOG
 from symmplan.runtime.algorithms import Lowerings
 from symmplan.runtime.engines import register_known
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
+    from torch import fx
+
+    from symmplan.capture.eager import Recorded
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Captured
     from symmplan.capture.streams import CudaStreams
@@ -46,6 +51,7 @@ if TYPE_CHECKING:
 _LONG = 10_000
 #: Arguments of all-to-alls that differ from rank to rank.
 _SPLITS = ("output_split_sizes", "input_split_sizes")
+_UNEVEN = "its parts are not all of one size on all ranks, or the program gives their sizes"
 
 
 @frozen
@@ -57,12 +63,18 @@ class Settings:
         device: Where declared tensors lie.
         streams: The device's streams; None if it has none.
         options: The user's options.
+        own_groups: The groups whose calls are the session's.
     """
 
     groups: Mapping[str, Group]
     device: torch.device
     streams: CudaStreams | None
     options: Options
+    own_groups: OwnGroups = field(init=False)
+
+    @own_groups.default
+    def _own_groups(self) -> OwnGroups:
+        return OwnGroups(self.group.torch_name, self.group.ranks)
 
     @property
     def group(self) -> Group:
@@ -76,8 +88,17 @@ class Settings:
         return {self.group.name: self.group.process_group}
 
 
-def meet(settings: Settings, op: str, detail: str = "") -> None:
+def meet(settings: Settings, op: str, detail: str = "", more: Any = None) -> list[Any]:
     """Every rank says what it is about to do.
+
+    Args:
+        settings: Of the session.
+        op: What it is.
+        detail: What else must be equal on all ranks.
+        more: What need not, as plain data.
+
+    Returns:
+        ``more`` of each rank.
 
     Raises:
         AgreementError: Somebody is about to do something else.
@@ -86,11 +107,11 @@ def meet(settings: Settings, op: str, detail: str = "") -> None:
     """
     group = settings.group
     with Exchange(settings.groups, settings.options.timeout) as exchange:
-        note = json.dumps([op, detail]).encode()
-        said = exchange.round("call", note)[group.name]
-    other = next((i for i, text in enumerate(said) if text != said[0]), None)
+        note = json.dumps([op, detail, more]).encode()
+        said = [json.loads(text) for text in exchange.round("call", note)[group.name]]
+    other = next((i for i, given in enumerate(said) if given[:2] != said[0][:2]), None)
     if other is not None:
-        texts = [json.loads(said[i]) for i in (0, other)]
+        texts = [said[i][:2] for i in (0, other)]
         names = [f"{what} {how}".strip() for what, how in texts]
         raise AgreementError(
             f"ranks 0 and {other} make different calls in a recorded iteration",
@@ -103,6 +124,7 @@ def meet(settings: Settings, op: str, detail: str = "") -> None:
             op=texts[0][0],
             buffer="",
         )
+    return [given[2] for given in said]
 
 
 class IterationRecording:
@@ -128,6 +150,7 @@ class IterationRecording:
         self._scratch = ScratchMemory(settings.device, settings.options.timeout)
         self._recorder = Recorder(
             self._lookup,
+            self._elsewhere,
             self._meet_at_op,
             in_own_work,
             streams=settings.streams,
@@ -136,6 +159,10 @@ class IterationRecording:
             is_program=is_program,
         )
         self._recorder.__enter__()
+
+    def _elsewhere(self, op: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a declared call is over another group. See [Note: other groups]."""
+        return self._settings.own_groups.elsewhere(op)(args, kwargs)
 
     def _lookup(self, op: Any) -> OpSpec | None:
         """What is declared of an op. Collective: of the first that is, over the group."""
@@ -168,10 +195,12 @@ class IterationRecording:
                 "end of each iteration, or nothing is planned",
                 _LONG,
             )
-        names = [a.name for a in op._schema.arguments]
-        args = [x for name, x in zip(names, args, strict=False) if name not in _SPLITS]
-        kwargs = {name: x for name, x in kwargs.items() if name not in _SPLITS}
-        given = (signature(args), signature(kwargs))
+        given: Any = ()
+        if not is_all_to_all(op):
+            names = [a.name for a in op._schema.arguments]
+            args = [x for name, x in zip(names, args, strict=False) if name not in _SPLITS]
+            kwargs = {name: x for name, x in kwargs.items() if name not in _SPLITS}
+            given = (signature(args), signature(kwargs))
         with self._telling():
             meet(self._settings, str(op.name()), repr(public(given)))
 
@@ -198,9 +227,9 @@ class IterationRecording:
         settings, preparation = self._settings, self._preparation
         self.stop()
         lowerings = self._agreed()
-        meet(settings, "session.step()")
+        refused = self._agree_on_refused()
         frozen = preparation.attempt(
-            functools.partial(self._prepared, lowerings),
+            functools.partial(self._prepared, lowerings, refused),
             settings.process_groups,
             lambda made: made.arena.give_back(),
         )
@@ -208,8 +237,33 @@ class IterationRecording:
         frozen.schedule(frozen.arena)
         return frozen
 
-    def _prepared(self, lowerings: Lowerings) -> Frozen:
+    def _agree_on_refused(self) -> dict[fx.Node, str]:
+        """The calls that are left out because of what some rank does, and why.
+
+        Tensors that a rank uses elsewhere stay in ordinary memory on all ranks.
+
+        Collective: yes.
+        """
+        calls = [c for c in self._recorder.calls if c.kind == "op"]
+        storages = [storage for call in calls for storage in call.storages]
+        routed = [call for call in calls if is_all_to_all(call.op)]
+        elsewhere = [i for i, storage in enumerate(storages) if storage.elsewhere]
+        notes = meet(
+            self._settings, "session.step()", more=[elsewhere, [_parts(c) for c in routed]]
+        )
+        for used, _ in notes:
+            for i in used:
+                storages[i].elsewhere = True
+        of_ranks = zip(*(parts for _, parts in notes), strict=True)
+        parts_of_ranks = zip(routed, of_ranks, strict=True)
+        return {c.node: _UNEVEN for c, of in parts_of_ranks if None in of or len({*of}) > 1}
+
+    def _prepared(self, lowerings: Lowerings, refused: Mapping[fx.Node, str]) -> Frozen:
         """Choose algorithms, plan, and get memory; place nothing if that is refused.
+
+        Args:
+            lowerings: How ops run.
+            refused: ``{call: why it is left out}``.
 
         Collective: yes.
         """
@@ -221,7 +275,7 @@ class IterationRecording:
             producer=lowerings.producer,
             default_group=settings.group.name,
         )
-        fitting = Fitting(capture, lowerings, device, preparation)
+        fitting = Fitting(capture, lowerings, device, preparation, refused)
         fitting.choose()
         room = None
         if preparation.refusal is None:
@@ -249,6 +303,16 @@ class IterationRecording:
             chosen.choices,
             preparation.reason,
         )
+
+
+def _parts(call: Recorded) -> str | None:
+    """Of an all-to-all what is equal on all ranks if all its parts are; None if they are not."""
+    if call.form is None:
+        return None
+    given = bind_arguments(call.form.op, call.form.args, call.form.kwargs)
+    if len({*given["output_split_sizes"], *given["input_split_sizes"]}) > 1:
+        return None
+    return repr(public((call.args, call.kwargs)))
 
 
 def _copies(captured: Captured, recorder: Recorder) -> tuple[Copy, ...]:

@@ -206,7 +206,7 @@ class Session:
             return
         waited = self._waited if frozen.leaving else None
         self._cursor = Cursor(self._serve, waited, Roles(self._settings.streams), self._is_program)
-        install(self._cursor, self._serving)
+        install(self._cursor, self._settings.own_groups, self._serving)
         if frozen.arena.races is not None:
             names = declared_names()
 
