@@ -395,7 +395,7 @@ def test_the_changelog_has_this_version_with_a_date_and_a_plan_format():
 def test_tests_lie_in_the_folders_of_the_package():
     ours = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*") if p.is_dir()}
     theirs = {str(p.parent.relative_to(TESTS)) for p in TESTS.rglob("test_*.py")}
-    assert theirs - ours == {".", "gpu", "examples"}
+    assert theirs - ours == {".", "gpu", "examples", "benchmarks"}
     helpers = {p.name for p in TESTS.rglob("*.py") if not p.name.startswith("test_")}
     apart = {p.name for p in (TESTS / "helpers").rglob("*.py")}
     assert helpers - apart == {"conftest.py", "devices.py"}
@@ -422,7 +422,8 @@ def test_the_files_that_pages_name_are_there(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     named = re.findall(r"`((?:[\w*]+/)*[\w*]+\.py)`", text)
     assert len(named) > 3
-    files = [f for folder in ("symmplan", "tests", "docs") for f in (ROOT / folder).rglob("*.py")]
+    folders = ("symmplan", "tests", "docs", "benchmarks")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     assert [name for name in named if not any(path.match(name) for path in files)] == []
 
 
@@ -438,7 +439,6 @@ def test_no_name_hides_one_that_attrs_uses_in_its_methods():
 
 def test_tests_for_devices_import_what_there_is():
     """Also inside functions, which run nowhere but there."""
-
     files = sorted((Path(__file__).parent / "gpu").glob("*.py"))
     assert files
     for path in files:

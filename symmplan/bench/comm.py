@@ -89,11 +89,11 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         args.output.write_text(table.to_json(), encoding="utf-8")
         return {"ok": True, "written": str(args.output), "memory": memory, "rows": rows}
     if args.device != "cpu":
-        about, ranks = command.measured("comm", reductions.measure, settings, args)
+        about, ranks = command.measured(reductions.measure, settings, args)
         found = zip(*(rank["rows"] for rank in ranks), strict=True)
         rows = [reductions.as_row(each) for each in found]
         return {**about, "ok": all(row["equal"] for row in rows), "results": rows}
-    about, ranks = command.measured("comm", _times, settings, args)
+    about, ranks = command.measured(_times, settings, args)
     rows = [_row(found) for found in zip(*(rank["rows"] for rank in ranks), strict=True)]
     return {**about, "ok": all(row["equal"] for row in rows), "results": rows}
 
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 def _measured(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any] | None:
     """The rows of a tuning table; None on ranks but the first that a launcher started."""
     if not is_launched():
-        _, ranks = command.measured("comm", _choices, settings, args)
+        _, ranks = command.measured(_choices, settings, args)
         return ranks[0]
     with launched_group("symmplan bench comm -o choices.json", args.device) as device:
         timing.meet()

@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         return _swept(settings, args)
     if settings["program"]:
         return _each_alone(settings, args)
-    about, ranks = command.measured("fsdp", measure, settings, args, connect=False)
+    about, ranks = command.measured(measure, settings, args, connect=False)
     runs = [
         _compared([rank["runs"][i] for rank in ranks], settings)
         for i in range(len(settings["tokens"]))
@@ -170,7 +170,7 @@ def _each_alone(settings: dict[str, Any], args: argparse.Namespace) -> dict[str,
     for side in settings["sides"]:
         try:
             given = _given(settings, side)
-            about, ranks = command.measured("fsdp", measure, given, args, connect=False)
+            about, ranks = command.measured(measure, given, args, connect=False)
         except RanksFailedError as error:
             if not sides:  # the program itself
                 raise
@@ -291,7 +291,7 @@ def _swept(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]
         for side in ("plain", "symmplan"):
             given = {**_given(settings, side), "left": room}
             try:
-                _, ranks = command.measured("fsdp", measure, given, args, connect=False)
+                _, ranks = command.measured(measure, given, args, connect=False)
             except RanksFailedError as error:  # as where that is too little
                 sides[side] = {"error": str(error).splitlines()[0]}
                 continue
@@ -305,7 +305,7 @@ def _swept(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]
         rooms.append({"room": room, "sides": sides})
     runs = [each["sides"] for each in rooms]
     right = all("error" in of["plain"] or "error" not in of["symmplan"] for of in runs)
-    return {"ok": right, "command": command.words_of("fsdp", args), **settings, "rooms": rooms}
+    return {"ok": right, "command": command.words_of(args), **settings, "rooms": rooms}
 
 
 def _compared(ranks: list[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         CommandError: A rank failed or did not finish in time, or there are no peers.
     """
     command.check_peers(args.ranks)
-    about, ranks = command.measured("moe", _measure, command.settings_of(args, _OPTIONS), args)
+    about, ranks = command.measured(_measure, command.settings_of(args, _OPTIONS), args)
     return command.compared(about, ranks, _row)
 
 

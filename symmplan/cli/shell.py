@@ -59,10 +59,6 @@ BENCHES = {
     "comm": "time collectives in shared memory and gloo's; write a tuning table",
     "fsdp": "train under FSDP2 with and without symmplan, and compare",
     "moe": "time expert-parallel layers with and without symmplan",
-    "compile": "compile programs with plain Inductor and with symmplan, and compare",
-    "concurrent": "run sharded gathers beside tensor-parallel sums",
-    "eager": "time the host cost of an eager session",
-    "planner": "measure the planner",
 }
 
 _EXIT_CODES = """\

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,8 +26,9 @@ OPTIONS = (
 
 
 def parsed(*words):
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser("symmplan bench x")
     command.add_options(parser, OPTIONS, timeout=7.0)
+    parser.set_defaults(parser=parser)
     return parser, parser.parse_args(words)
 
 
@@ -50,22 +53,26 @@ def test_defaults_are_those_of_the_device():
 def test_the_command_of_a_result_does_the_same():
     words = ("--tokens", "3", "4", "--sizes", "1,2", "--bind", "--ranks", "3")
     parser, args = parsed(*words)
-    again = shlex.split(command.words_of("x", args))
+    again = shlex.split(command.words_of(args))
     assert again[:3] == ["symmplan", "bench", "x"]
     assert vars(parser.parse_args(again[3:])) == vars(args)
 
 
 def documented():
     text = " ".join(PAGE.read_text(encoding="utf-8").split())
-    found = re.findall(r"`(symmplan bench [^`]*)`", text)
-    assert len(found) >= 7
+    found = re.findall(r"`((?:symmplan bench|python benchmarks/)[^`]*)`", text)
+    assert len(found) >= 10
     return sorted({c for c in found if "..." not in c})
 
 
 @pytest.mark.parametrize("line", documented())
 def test_documented_commands_are_understood(line):
-    name, *words = shlex.split(line)[2:]
-    shell.parser_of("symmplan bench", shell.load("symmplan bench", name)).parse_args(words)
+    first, name, *words = shlex.split(line)
+    if first == "symmplan":
+        module = shell.load("symmplan bench", words.pop(0))
+    else:
+        module = importlib.import_module(Path(name).stem)
+    shell.parser_of("x", module).parse_args(words)
 
 
 def test_sides_take_turns_and_warm_up_untimed(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import json
@@ -20,14 +19,13 @@ from symmplan.bench.parts.llama import Llama, parts
 from symmplan.bench.parts.pooled import PooledAllGather, install
 from symmplan.bench.parts.profile import beside, gathers_of, summed
 from symmplan.bench.parts.timing import in_turns
-from symmplan.errors import CommandError
+from symmplan.cli.shell import parser_of
+from symmplan.errors import CommandError, UsageError
 from symmplan.runtime.observe import DeviceEvent, kind_of
 
 
 def options(*words):
-    parser = argparse.ArgumentParser()
-    bench_fsdp.add_arguments(parser)
-    return parser.parse_args(list(words))
+    return parser_of("symmplan bench fsdp", bench_fsdp).parse_args(words)
 
 
 def event(name, begin, end, launched=None):
@@ -103,10 +101,9 @@ def test_what_cannot_be_measured_is_refused_before_it_starts(words, match):
         bench_fsdp.run(options(*words))
 
 
-def test_sides_that_do_not_exist_are_wrong_usage(capsys):
-    with pytest.raises(SystemExit):
+def test_sides_that_do_not_exist_are_wrong_usage():
+    with pytest.raises(UsageError, match="invalid choice: 'plan'"):
         options("--sides", "plan")
-    assert "invalid choice: 'plan'" in capsys.readouterr().err
 
 
 @pytest.mark.ranks

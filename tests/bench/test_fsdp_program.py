@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import pytest
@@ -13,6 +12,7 @@ from symmplan.bench.parts import fsdp_ranks
 from symmplan.bench.parts.fsdp_sides import Side
 from symmplan.bench.parts.programs import check_program, program_of
 from symmplan.cli import main
+from symmplan.cli.shell import parser_of
 from symmplan.errors import CommandError, RanksFailedError
 
 MODEL = """
@@ -84,9 +84,7 @@ def train(tmp_path):
 
 
 def options(*words):
-    parser = argparse.ArgumentParser()
-    bench_fsdp.add_arguments(parser)
-    return parser.parse_args([str(word) for word in words])
+    return parser_of("symmplan bench fsdp", bench_fsdp).parse_args([*map(str, words)])
 
 
 # Whole steps.

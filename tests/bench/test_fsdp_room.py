@@ -5,25 +5,22 @@ A head's logits are what fills a device most.
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
 from symmplan.bench import fsdp as bench_fsdp
+from symmplan.cli.shell import parser_of
 from symmplan.errors import RanksFailedError
 
 
 def options(*words):
-    parser = argparse.ArgumentParser()
-    bench_fsdp.add_arguments(parser)
-    return parser.parse_args(list(words))
+    return parser_of("symmplan bench fsdp", bench_fsdp).parse_args(words)
 
 
 def test_a_swept_room_is_a_row_with_both_sides_and_with_who_did_not_fit(monkeypatch):
     """Ranks are made up: where little room is left, and for symmplan in the least, one fails."""
     asked = []
 
-    def measured(name, act, settings, args, *, connect):
+    def measured(act, settings, args, *, connect):
         (side,), left = settings["sides"], settings["left"]
         asked.append((side, left))
         if left is not None and left < (2.0 if side == "plain" else 3.0):

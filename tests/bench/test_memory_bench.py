@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import pytest
 
 from symmplan.bench import comm as bench_comm
-from symmplan.errors import CommandError
+from symmplan.cli.shell import parser_of
+from symmplan.errors import CommandError, UsageError
 
 pytestmark = pytest.mark.ranks
 
 
 def options(*words):
-    parser = argparse.ArgumentParser()
-    bench_comm.add_arguments(parser)
-    return parser.parse_args(words)
+    return parser_of("symmplan bench comm", bench_comm).parse_args(words)
 
 
 @pytest.mark.further
@@ -35,11 +33,9 @@ def test_it_measures_and_compares():
 
 
 @pytest.mark.parametrize("text", ["", "x", "1X", "-1", "1,", "1.5M"])
-def test_wrong_sizes_are_usage_errors(text, capsys):
-    with pytest.raises(SystemExit) as caught:
+def test_wrong_sizes_are_usage_errors(text):
+    with pytest.raises(UsageError, match="no size"):
         options(f"--sizes={text}")
-    assert caught.value.code == 2
-    assert "no size" in capsys.readouterr().err
 
 
 def test_sizes_have_units():

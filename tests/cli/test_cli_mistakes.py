@@ -38,9 +38,6 @@ def test_a_size_in_bits_is_refused(csv, capsys):
 NUMBERS = {
     "demo": ("--steps 0", "--timeout 0", "--timeout -1", "--timeout long"),
     "bench comm": ("--ranks 0", "--repetitions -1", "--timeout inf", "--sizes 0"),
-    "bench compile": ("--layers 0", "--dim 1.5", "--steps 0", "--compilations 0"),
-    "bench concurrent": ("--tokens 64 0", "--rounds 0"),
-    "bench eager": ("--messages -5", "--messages 64,0", "--calls 0"),
     "bench fsdp": (
         "--steps 0",
         "--accumulate 0",

@@ -16,8 +16,8 @@ pool = pool_on(2, timeout=180)
 def _steps(rank, world_size, choose):
     """The choices, whether somebody still listens, and how far results are from FSDP2's."""
     import torch.distributed as dist
+    from two_groups import TwoGroups
 
-    from symmplan.bench.parts.two_groups import TwoGroups
     from symmplan.process import PROCESS
     from symmplan.runtime import trials
 

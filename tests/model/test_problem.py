@@ -333,7 +333,7 @@ def test_plans_do_not_depend_on_the_hash_seed():
     code = (
         "from symmplan.planner import plan;"
         "from symmplan.model import Problem;"
-        "from symmplan.bench.parts.instances import stream_program, cut_rectangle;"
+        "from instances import stream_program, cut_rectangle;"
         "print(plan(stream_program(400)).fingerprint,"
         "plan(Problem.from_intervals(cut_rectangle(60, seed=3))).fingerprint)"
     )

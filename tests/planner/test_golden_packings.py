@@ -15,9 +15,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from instances import cut_rectangle, loosened, stream_program, waves
 from strategies import gap_rows, hard_rows
 
-from symmplan.bench.parts.instances import cut_rectangle, loosened, stream_program, waves
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner.items import conflicts_of, items_of
 from symmplan.planner.packing import bound as packing_bound

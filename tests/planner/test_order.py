@@ -8,10 +8,10 @@ import networkx as nx
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from instances import stream_program
 from steps import lines_of
 from strategies import problems
 
-from symmplan.bench.parts.instances import stream_program
 from symmplan.errors import ProblemError
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner.items import conflicts_of, count_candidates, items_of

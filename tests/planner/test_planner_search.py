@@ -9,9 +9,9 @@ import numpy as np
 from attrs import evolve
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from instances import cut_rectangle
 from strategies import gap_rows, hard_rows, interval_problems, problems
 
-from symmplan.bench.parts.instances import cut_rectangle
 from symmplan.model import Plan, Problem
 from symmplan.planner import plan
 from symmplan.planner.items import conflicts_of, items_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from attrs import evolve
+from instances import stream_program
 from strategies import gap_rows, hard_rows
 
-from symmplan.bench.parts.instances import stream_program
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan
 from symmplan.planner.items import conflicts_of, count_candidates, items_of

@@ -10,11 +10,11 @@ import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instances import steady_stream, stream_program
 from steps import lines_of
 from strategies import problems
 
 import symmplan.planner.verify as verify_package
-from symmplan.bench.parts.instances import steady_stream, stream_program
 from symmplan.errors import PlanningError, VerificationError
 from symmplan.model import Access, Barrier, Bound, Buffer, Operation, Placement, Problem
 from symmplan.planner import plan

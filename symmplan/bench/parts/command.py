@@ -105,7 +105,6 @@ def check_peers(ranks: int) -> None:
 
 
 def measured(
-    name: str,
     act: Callable[[int, dict[str, Any]], dict[str, Any]],
     settings: dict[str, Any],
     args: argparse.Namespace,
@@ -115,7 +114,6 @@ def measured(
     """Call ``act(rank, settings)`` in new processes that share a process group.
 
     Args:
-        name: Of the benchmark.
         act: Defined at the top of a module; returns plain data.
         settings: What `settings_of` made; ``zero_cta``: let NCCL use copy engines.
         args: Of the command.
@@ -143,7 +141,7 @@ def measured(
         connect=connect,
         copy_engines=bool(settings.get("zero_cta")),
     )
-    about = {"ok": True, "command": words_of(name, args), **settings, "machine": ranks[0][0]}
+    about = {"ok": True, "command": words_of(args), **settings, "machine": ranks[0][0]}
     return about, [found for _, found in ranks]
 
 
@@ -165,12 +163,12 @@ def _act(rank: int, _ranks: int, act: Callable[..., Any], settings: dict[str, An
     return _machine(settings["device"]), act(rank, settings)
 
 
-def words_of(name: str, args: argparse.Namespace) -> str:
+def words_of(args: argparse.Namespace) -> str:
     """The command that would do the same."""
-    words = ["symmplan", "bench", name]
+    words = args.parser.prog.split()
     if getattr(args, "program", None) is not None:
         words.append(args.program)
-    ours = {"command", "bench", "parser", "json", "debug", "output", "program"}
+    ours = {"parser", "json", "debug", "output", "program"}
     for key, value in vars(args).items():
         if key in ours or value is None:
             continue

@@ -133,7 +133,7 @@ STREAM_NUMBERS = Seam(
 WORKSPACES = _built(
     "workspaces of torch's pipelined products",
     "reporting",
-    "symmplan bench compile compares pipelined products with them",
+    "benchmarks/compile.py compares pipelined products with them",
     ("graphs",),
     names("torch.distributed._symmetric_memory", "enable_symm_mem_for_group"),
 )

@@ -16,10 +16,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import instances
 import numpy as np
 from attrs import evolve
 
-from symmplan.bench.parts import command, instances
+from symmplan.bench.parts import command
 from symmplan.errors import SymmplanError
 from symmplan.model import Placement, Problem
 from symmplan.planner import plan
@@ -59,7 +60,7 @@ _OMNIMALLOC_SECONDS = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``symmplan bench planner``."""
+    """The options of ``benchmarks/planner.py``."""
     add = parser.add_argument
     about = "instances with the columns id,lower,upper,size (half-open) instead of generated ones"
     add("--csv", nargs="+", metavar="FILE", help=about)
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         found.append(_instance(*given, efforts, others))
     progress.mark("programs and scale")
     result: dict[str, Any] = {
-        "command": command.words_of("planner", args),
+        "command": command.words_of(args),
         "machine": {**command.hardware(), "versions": _versions()},
         "instances": found,
         "summary": _summary(found, (*efforts, *_OTHERS)),
@@ -311,3 +312,9 @@ def _cell(cell: dict[str, Any] | None) -> str:
     if cell is None:
         return "-"
     return f"{cell['ratio']:.4f} ({cell['cpu_seconds']:.2f})" if "ratio" in cell else "error"
+
+
+if __name__ == "__main__":
+    from symmplan.cli.shell import perform
+
+    sys.exit(perform("python benchmarks/planner.py", sys.modules[__name__], sys.argv[1:]))

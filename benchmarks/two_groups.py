@@ -1,4 +1,4 @@
-"""The sides of ``symmplan bench concurrent``: two programs of two groups of the same ranks."""
+"""The sides of `concurrent_groups.py`: two programs of two groups of the same ranks."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ the same results, up to the order of sums.
 from __future__ import annotations
 
 import statistics
+import sys
 from typing import TYPE_CHECKING, Any
 
 from symmplan.bench.parts import command, timing
@@ -44,7 +45,7 @@ _WITHIN = 1.02
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``symmplan bench concurrent``."""
+    """The options of ``benchmarks/concurrent_groups.py``."""
     command.add_options(parser, _OPTIONS, timeout=500.0)
 
 
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     command.check_peers(args.ranks)
     settings = command.settings_of(args, _OPTIONS)
-    about, ranks = command.measured("concurrent", _measure, settings, args, connect=False)
+    about, ranks = command.measured(_measure, settings, args, connect=False)
     return command.compared(about, ranks, _row)
 
 
@@ -106,8 +107,8 @@ def _compare(
     import torch
     import torch.distributed as dist
     from attrs import asdict
+    from two_groups import FORCED, TwoGroups
 
-    from symmplan.bench.parts.two_groups import FORCED, TwoGroups
     from symmplan.errors import SymmplanError
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -138,3 +139,9 @@ def _compare(
         "equal": apart <= most,
         "choices": choices,
     }
+
+
+if __name__ == "__main__":
+    from symmplan.cli.shell import perform
+
+    sys.exit(perform("python benchmarks/concurrent_groups.py", sys.modules[__name__], sys.argv[1:]))

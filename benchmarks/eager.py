@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,7 @@ _OPTIONS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``symmplan bench eager``."""
+    """The options of ``benchmarks/eager.py``."""
     command.add_options(parser, _OPTIONS, ranks=1, timeout=600.0)
 
 
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         CommandError: A rank failed, or did not finish in time.
     """
-    about, ranks = command.measured("eager", _measure, command.settings_of(args, _OPTIONS), args)
+    about, ranks = command.measured(_measure, command.settings_of(args, _OPTIONS), args)
     found = command.compared(about, ranks, _per_call)
     return {**found, "host": ranks[0]["host"], "messages": found.pop("results")}
 
@@ -340,3 +341,9 @@ def _host_us(call: Callable[[], Any], calls: int, device: torch.device) -> float
     for _ in range(calls % group):
         call()
     return min(seconds) / group * 1e6
+
+
+if __name__ == "__main__":
+    from symmplan.cli.shell import perform
+
+    sys.exit(perform("python benchmarks/eager.py", sys.modules[__name__], sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The programs that `symmplan bench compile` compiles.
+"""The programs that `compile.py` compiles.
 
 | name | what communicates |
 | --- | --- |

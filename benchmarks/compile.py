@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 from symmplan.bench.parts import command, timing
@@ -80,7 +81,7 @@ _ABOUT = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``symmplan bench compile``."""
+    """The options of ``benchmarks/compile.py``."""
     command.add_options(parser, _OPTIONS, timeout=900.0)
 
 
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         )
     settings["cases"] = cases
     settings["inductor"] = dict(_inductor(given) for given in args.inductor or ())
-    about, ranks = command.measured("compile", _measure, settings, args)
+    about, ranks = command.measured(_measure, settings, args)
     results = {name: _joined([r[name] for r in ranks], settings["dtype"]) for name in cases}
     right = all(r["equal"] and not r["rendezvous_after_first_step"] for r in results.values())
     return {**about, "ok": right, "results": results}
@@ -189,9 +190,9 @@ def _measure(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
 def _case(name: str, settings: dict[str, Any], mesh: Any, device: torch.device) -> dict[str, Any]:
     import attrs
     import torch
+    from compiled_programs import CASES
 
     import symmplan
-    from symmplan.bench.parts.compiled_programs import CASES
 
     compiles: list[dict[str, float]] = []
     own: list[float] = []
@@ -243,3 +244,9 @@ def _case(name: str, settings: dict[str, Any], mesh: Any, device: torch.device) 
     torch.compiler.reset()
     backend.release()
     return result
+
+
+if __name__ == "__main__":
+    from symmplan.cli.shell import perform
+
+    sys.exit(perform("python benchmarks/compile.py", sys.modules[__name__], sys.argv[1:]))

@@ -1,28 +1,27 @@
-"""`symmplan bench planner`: generated instances, CSV files, what the report must hold."""
+"""`benchmarks/planner.py`: generated instances, CSV files, what the report must hold."""
 
 from __future__ import annotations
 
-import argparse
 import json
 
+import planner as bench_planner
 import pytest
-
-from symmplan.bench import planner as bench_planner
-from symmplan.bench.parts.instances import (
+from instances import (
     cut_rectangle,
     fsdp_program,
     loosened,
     moe_program,
     tensor_parallel_program,
 )
+
+from symmplan.cli.shell import parser_of
 from symmplan.errors import ProblemError
 from symmplan.model import Problem
 from symmplan.planner import plan
 
 
 def run(*words):
-    parser = argparse.ArgumentParser()
-    bench_planner.add_arguments(parser)
+    parser = parser_of("python benchmarks/planner.py", bench_planner)
     return bench_planner.run(parser.parse_args(words))
 
 
@@ -30,7 +29,7 @@ def run(*words):
 def test_the_quick_run_reports_everything():
     result = run("--quick")
     json.dumps(result)
-    assert result["command"].startswith("symmplan bench planner")
+    assert result["command"].startswith("python benchmarks/planner.py")
     assert result["machine"]["versions"]["symmplan"]
     assert {p["ratio"] for p in result["programs"]} == {1.0}
     assert result["summary"]["fast"]["instances"] == 1

@@ -1,20 +1,18 @@
-"""`symmplan bench compile`: it runs, compares, and says what is wrong."""
+"""`benchmarks/compile.py`: it runs, compares, and says what is wrong."""
 
 from __future__ import annotations
 
-import argparse
 import json
 
+import compile as bench_compile
 import pytest
 
-from symmplan.bench import compile as bench_compile
+from symmplan.cli.shell import parser_of
 from symmplan.errors import CommandError
 
 
 def options(*words):
-    parser = argparse.ArgumentParser()
-    bench_compile.add_arguments(parser)
-    return parser.parse_args(list(words))
+    return parser_of("python benchmarks/compile.py", bench_compile).parse_args(words)
 
 
 @pytest.mark.ranks

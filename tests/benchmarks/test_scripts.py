@@ -1,0 +1,76 @@
+"""The scripts in `benchmarks`: their options, their tables, and that ranks find what they run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+
+import eager as bench_eager
+import pytest
+from paths import ROOT
+
+from symmplan.bench import moe as bench_moe
+from symmplan.cli.shell import perform
+
+SCRIPTS = sorted(
+    path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()
+)
+NUMBERS = {
+    "compile": ("--layers 0", "--dim 1.5", "--steps 0", "--compilations 0"),
+    "concurrent_groups": ("--tokens 64 0", "--rounds 0"),
+    "eager": ("--messages -5", "--messages 64,0", "--calls 0"),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_has_help(name, capsys):
+    assert perform("python x.py", importlib.import_module(name), ["--help"]) == 0
+    assert "usage: python x.py [-h]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_which_nothing_can_be_measured_are_refused_at_once(name, capsys):
+    for words in NUMBERS[name]:
+        assert perform("python x.py", importlib.import_module(name), words.split()) == 2
+        told = capsys.readouterr().err.splitlines()[-1]
+        assert told.startswith(f"symmplan: wrong usage: argument {words.split()[0]}"), told
+
+
+@pytest.mark.ranks
+@pytest.mark.further
+def test_a_script_starts_ranks_and_prints_the_command_that_does_the_same():
+    words = ["benchmarks/eager.py", "--rounds", "1", "--calls", "20", "--messages", "64"]
+    done = subprocess.run(
+        [sys.executable, *words, "--json"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    result = json.loads(done.stdout)
+    assert result["ok"]
+    assert result["command"].startswith("python benchmarks/eager.py --device cpu")
+    assert {row["op"] for row in result["host"]} == set(bench_eager._PROGRAMS)
+
+
+def test_tables_fit_on_eighty_columns():
+    times = {"plain_us": 30123.45, "session_us": 30123.45}
+    host = {f"{c}_us": 30123.45 for c in ("placed", "overhead", "copies")} | times
+    machine = {"cpu": "cpu", "device": "CPU", "cores": 16, "torch": "2.13.0+cpu", "nccl": None}
+    about = {"ranks": 2, "machine": machine, "layers": 1, "width": 512}
+    graphs = {"plain_graph_us": None, "session_graph_us": None}
+    message = {"nbytes": 8 << 20, **times, **graphs}
+    moe = {
+        "what": "dispatch",
+        "tokens": 65536,
+        "nbytes": 512 << 20,
+        "ms": dict.fromkeys(("plain", "known", "push", "symmplan", "graph"), 123.456),
+        "host_ms": dict.fromkeys(("plain", "known", "push", "symmplan", "graph"), 1234.567),
+        "speedup": 12.34,
+        "segment_bytes": 3 << 19,
+        "equal": True,
+    }
+    eager = {"host": [{"op": op, **host} for op in bench_eager._PROGRAMS], "messages": [message]}
+    for text in (
+        bench_eager.render({**about, **eager}),
+        bench_moe.render({**about, "results": [moe]}),
+    ):
+        assert max(map(len, text.splitlines())) <= 80, text
