@@ -330,3 +330,34 @@ def test_the_check_of_texts_can_fail(text):
 @pytest.mark.parametrize("text", ["site.kind == 'argument'", "'a' in names", "text.split(',')"])
 def test_the_check_of_texts_leaves_the_rest_alone(text):
     assert told_by_texts({"runtime/invented.py": f"x = {text}"}) == []
+
+
+# -- a device is asked through its facade ---------------------------------------------------------
+
+#: What may ask torch for a CUDA device: the facade, torch's private names, and benchmarks.
+ASKS_TORCH = ("device/", "torch_private/", "bench/")
+
+
+def told_of_cuda(files: dict[str, str]) -> list[str]:
+    """Lines that name ``torch.cuda`` outside of these."""
+    return [
+        f"{path}:{number}"
+        for path, source in sorted(files.items())
+        if not path.startswith(ASKS_TORCH)
+        for number, line in enumerate(source.splitlines(), 1)
+        if "torch.cuda" in line or "from torch import cuda" in line
+    ]
+
+
+def test_a_device_is_asked_through_its_facade():
+    assert told_of_cuda(SOURCES) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import torch.cuda", "from torch import cuda", "x = 1\nwait = torch.cuda.Event"],
+)
+def test_the_check_of_devices_can_fail(source):
+    last = len(source.splitlines())
+    files = {f"{folder}/x.py": source for folder in ("runtime", "device", "bench/parts")}
+    assert told_of_cuda(files) == [f"runtime/x.py:{last}"]

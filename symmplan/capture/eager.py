@@ -30,6 +30,7 @@ from symmplan.capture.c10d import Functional, functional_form, reader_of
 from symmplan.capture.module_names import name_modules, parameter_owners
 from symmplan.capture.signatures import signature, stand_in
 from symmplan.capture.streams import MAIN, Timeline
+from symmplan.device import device_of
 from symmplan.torch_private import dispatch, threads, works
 from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves, tree_map_only
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from symmplan.capture.producers import Write
-    from symmplan.capture.streams import CudaStreams
+    from symmplan.capture.streams import DeviceStreams
     from symmplan.model import OpSpec
 
 #: So many frames of a call are remembered.
@@ -99,13 +100,13 @@ class Recorded:
     storages: tuple[Storage, ...] = ()  # of its arguments and results, if it is an op
 
 
-def _end(*written: torch.Tensor) -> torch.cuda.Event | None:
+def _end(*written: torch.Tensor) -> Any:
     """What another stream waits for when it waits for what ran on this one; None on the CPU."""
-    if not any(tensor.is_cuda for tensor in written):
-        return None
-    done = torch.cuda.Event()
-    done.record()
-    return done
+    for tensor in written:
+        done = device_of(tensor.device).record_event()
+        if done is not None:
+            return done
+    return None
 
 
 class Recorder(TorchDispatchMode):
@@ -138,7 +139,7 @@ class Recorder(TorchDispatchMode):
         before: Callable[[Any, Any, Any], None],
         aside: Callable[[], bool],
         *,
-        streams: CudaStreams | None,
+        streams: DeviceStreams | None,
         scratch: Any,
         default_group: str,
         is_program: Callable[[], bool],
@@ -158,7 +159,7 @@ class Recorder(TorchDispatchMode):
         self.timeline = Timeline(streams)
         self._inside = contextlib.ExitStack()
         #: ``{storage of a pending result: its mark, and the event behind it on a device}``.
-        self._works: dict[int, tuple[str, torch.cuda.Event | None]] = {}
+        self._works: dict[int, tuple[str, Any]] = {}
         self._handles: list[Any] = []  # the Python halves of works that the program got
         self._storages: dict[int, Storage] = {}
         self._watches: dict[int, Any] = {}
@@ -238,7 +239,8 @@ class Recorder(TorchDispatchMode):
         if not form.asynchronous:
             self._wait(node, form.written)
             return result
-        mark, done = self.timeline.record(), _end(form.written)
+        there = device_of(form.written.device)
+        mark, done = self.timeline.record(), there.record_event()
 
         def waited() -> None:
             if not self._closed:
@@ -246,7 +248,7 @@ class Recorder(TorchDispatchMode):
                 self._wait(node, form.written)
 
         work = None if done is None else works.queued_work(done, form.written)
-        handle, boxed = works.watched_work(work, waited, form.written)
+        handle, boxed = works.watched_work(work, waited, form.written, there.record_event)
         self._handles.append(handle)
         return form.results(boxed)
 

@@ -3,8 +3,8 @@
 [Note: what is seen of streams]
     Each recorded op runs on the stream that is current when it is called. The recording sees the
     calls in Python that order streams: recording an event, letting a stream or the host wait for
-    one, synchronizing a stream or the device (`torch.cuda.Stream.wait_stream` is made of those),
-    and waiting for a collective. Each becomes a *mark* on its stream, an operation that touches
+    one, synchronizing a stream or the device (``Stream.wait_stream`` is made of those), and
+    waiting for a collective. Each becomes a *mark* on its stream, an operation that touches
     nothing. A wait is an edge between two marks. The recording does not see an order that is made
     elsewhere. If it leaves a buffer's accesses unordered, the buffer is left out of the plan.
 
@@ -21,15 +21,16 @@ import itertools
 import operator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from attrs import define, evolve, field
 
+from symmplan.device import device_of
 from symmplan.model import Operation, Problem
 from symmplan.planner.order import order_of
-from symmplan.torch_private import devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    import torch
 
 #: Name of the stream on which a recording starts.
 MAIN = "main"
@@ -45,7 +46,7 @@ _STEP = "mark:step"
 class Timeline:
     """The streams of a recording. See [Note: what is seen of streams]."""
 
-    device: CudaStreams | None = None  # whose streams are seen; None where there are none
+    device: DeviceStreams | None = None  # whose streams are seen; None where there are none
     #: ``{name of a node: when it ran}``, counted from the start.
     at: dict[str, int] = field(factory=dict)
     streams: dict[str, str] = field(factory=dict)  # ``{name of a node: name of its stream}``
@@ -106,20 +107,22 @@ class Timeline:
             self.host_waits(mark)
 
 
-class CudaStreams:
-    """The streams of a CUDA device, for a session and its recording.
+class DeviceStreams:
+    """The streams of an accelerator, for a session and its recording.
 
     Attributes:
         number: Gives the current stream as a number.
+        number_of: Gives a stream as a number; None if it is none of an accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.number = devices.current_stream_of(device)
+        self._device = device_of(device)
+        self.number = self._device.stream_number
+        self.number_of = self._device.number_of
 
     def current(self) -> Any:
         """The current stream."""
-        return torch.cuda.current_stream(self._device)
+        return self._device.current_stream()
 
     def wait(self, stream: Any, other: Any) -> None:
         """Let ``stream`` wait for ``other``."""
@@ -127,10 +130,10 @@ class CudaStreams:
 
     @contextlib.contextmanager
     def watching(self, timeline: Timeline) -> Iterator[None]:
-        """Look at `torch.cuda`'s events and streams while inside."""
+        """Look at the device's events and streams while inside."""
 
         def number(stream: Any) -> int | None:
-            return self.number() if stream is None else getattr(stream, "cuda_stream", None)
+            return self.number() if stream is None else self.number_of(stream)
 
         def mark_of(event: Any) -> str | None:
             owner, mark = getattr(event, "_symmplan", None) or (None, None)
@@ -151,9 +154,11 @@ class CudaStreams:
                 timeline.host_waits(mark)
 
         def finished(stream: Any) -> None:
-            timeline.host_waits(timeline.record(stream.cuda_stream))
+            at = self.number_of(stream)
+            assert at is not None
+            timeline.host_waits(timeline.record(at))
 
-        with devices.followed(
+        with self._device.followed(
             {
                 "Event.record": recorded,
                 "Event.wait": waited,

@@ -229,6 +229,7 @@ def _symmetric_memory() -> Check:
     """Torch's own symmetric memory; all of it needs GPUs."""
     import torch
 
+    from symmplan.device import kind_of
     from symmplan.torch_private.symm_mem import has_nvshmem
 
     name = "torch symmetric memory"
@@ -236,13 +237,13 @@ def _symmetric_memory() -> Check:
         nvshmem = has_nvshmem()
     except ImportError as error:
         return _check(name, "missing", f"cannot be imported: {error}")
-    if not torch.cuda.is_available():
+    gpus = kind_of(torch.device("cuda")).names()
+    if not gpus:
         off = 'no GPU: memory="nccl", "cuda" and "nvshmem" are off; "shm" and "local" work'
         return _check(name, "missing", off)
     found = ["CUDA", *(["NVSHMEM"] if nvshmem else [])]
     found += ["NCCL"] if _nccl()["status"] == "ok" else []
-    gpus = f"{torch.cuda.device_count()} GPUs, {torch.cuda.get_device_name(0)}"
-    return _check(name, "ok", f"backends {', '.join(found)}; {gpus}")
+    return _check(name, "ok", f"backends {', '.join(found)}; {len(gpus)} GPUs, {gpus[0]}")
 
 
 def _seams() -> list[dict[str, Any]]:

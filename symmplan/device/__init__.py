@@ -34,12 +34,12 @@ def device_of(device: torch.device) -> Device:
 
 
 def accelerator() -> torch.device | None:
-    """The current accelerator of this process; None if it has none."""
+    """This process's accelerator, without an index; None if it has none. Initializes nothing."""
     types = dict.fromkeys((*PROCESS.device_kinds, "cuda"))
     for device in map(torch.device, types):
         kind = kind_of(device)
         if kind.is_accelerator and kind.is_available():
-            return device_of(device).device
+            return device
     return None
 
 

@@ -58,6 +58,8 @@ class Device:
         has_kernels: Whether Triton compiles kernels for it.
         pins_memory: Whether copies from the host's memory are faster if that is pinned.
         event_type: The class of its events.
+        activities: What torch's profiler is told to look at besides the host, by the names in
+            ``torch.profiler.ProfilerActivity``.
         stream_number: Gives the current stream as a number, quickly. See `number_of`.
     """
 
@@ -65,6 +67,7 @@ class Device:
     has_kernels: ClassVar[bool] = False
     pins_memory: ClassVar[bool] = False
     event_type: ClassVar[Any] = type(None)
+    activities: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -127,6 +130,10 @@ class Device:
         """An event that is not recorded yet; a ``timed`` one measures milliseconds."""
         return None
 
+    def record_event(self) -> Any:
+        """An event behind what the current stream has queued."""
+        return None
+
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         """Tell torch's allocator that a stream uses a tensor, which may be of another one."""
 
@@ -155,6 +162,13 @@ class Device:
     def capture_of(self, stream: Any = None) -> int:  # noqa: ARG002
         """Number of the capture that a stream is in, the current one if None; 0 if in none."""
         return 0
+
+    # Profiles.
+
+    @staticmethod
+    def ran(event: Any) -> bool:  # noqa: ARG004
+        """Whether an event of a profile, as Kineto has it, ran on a device of the kind."""
+        return False
 
     # Bytes.
 

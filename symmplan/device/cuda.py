@@ -26,6 +26,7 @@ class CudaDevice(Device):
     has_kernels = True
     pins_memory = True
     event_type = torch.cuda.Event
+    activities = ("CUDA",)
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -88,6 +89,10 @@ class CudaDevice(Device):
         return torch.cuda.Event(enable_timing=timed)
 
     @override
+    def record_event(self) -> Any:
+        return torch.cuda.current_stream(self._index).record_event()
+
+    @override
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         tensor.record_stream(stream)
 
@@ -122,6 +127,11 @@ class CudaDevice(Device):
             *(none, none, none),
         )
         return number.value if not failed and status.value else 0
+
+    @override
+    @staticmethod
+    def ran(event: Any) -> bool:
+        return "CUDA" in str(event.device_type())
 
     @override
     def free_bytes(self) -> tuple[int, int]:

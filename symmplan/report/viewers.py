@@ -62,7 +62,7 @@ def perfetto_trace(plan: Plan) -> dict[str, Any]:
 
 
 def memory_snapshot(plan: Plan) -> dict[str, Any]:
-    """The plan as ``torch.cuda.memory._snapshot`` would show it: segments, allocations, frees.
+    """The plan as a snapshot of torch's memory shows it: segments, allocations, frees.
 
     Equal plans give equal snapshots. Collective: no.
     """

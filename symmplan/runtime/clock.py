@@ -43,6 +43,7 @@ import torch.distributed as dist
 from symmplan.coordination.exchange import Exchange
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import own_work
+from symmplan.device import device_of, kind_of
 from symmplan.errors import PeerTimeoutError, RunError, SymmplanError
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ class Clock:
 
 
 class _DeviceClock(Clock):
-    """The same on a CUDA device. See [Note: what is timed]."""
+    """The same on an accelerator. See [Note: what is timed]."""
 
     often = 16
     _rows = 4096
@@ -212,8 +213,9 @@ class _DeviceClock(Clock):
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         super().__init__(device, timeout)
-        self._products = torch.cuda.current_stream(device)
-        self._side, self._other = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._there = device_of(device)
+        self._products = self._there.current_stream()
+        self._side, self._other = self._there.new_stream(), self._there.new_stream()
         self._token = torch.zeros(1, device=device)
         #: Seconds that the host took to queue what was timed: of each algorithm, at least.
         self._queueing: deque[float] = deque(maxlen=8)
@@ -239,7 +241,7 @@ class _DeviceClock(Clock):
                 stream.wait_stream(self._products)
             for _ in range(times):  # in one order on all ranks, as NCCL wants it
                 for stream, run in sides.items():
-                    with torch.cuda.stream(stream):
+                    with self._there.on_stream(stream):
                         run(_nothing)
             self._multiply(products)
             for stream in sides:
@@ -252,7 +254,7 @@ class _DeviceClock(Clock):
         return self._timed(both)
 
     def _timed(self, work: Callable[[], None]) -> float:
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before, after = (self._there.event(timed=True) for _ in range(2))
         begin = time.perf_counter()
         before.record(self._products)
         work()
@@ -271,12 +273,12 @@ class _DeviceClock(Clock):
 
 def clock_of(device: torch.device, timeout: float) -> Clock:
     """A clock for collectives on ``device``; a span may take ``timeout`` seconds there."""
-    return (_DeviceClock if device.type == "cuda" else Clock)(device, timeout)
+    return (_DeviceClock if kind_of(device).is_accelerator else Clock)(device, timeout)
 
 
 def clock_bytes(device: torch.device) -> int:
     """Bytes that a clock takes on ``device``."""
-    return (_DeviceClock if device.type == "cuda" else Clock).nbytes()
+    return (_DeviceClock if kind_of(device).is_accelerator else Clock).nbytes()
 
 
 def at_once(act: Callable[[], Any]) -> Act:

@@ -20,6 +20,7 @@ import torch
 from attrs import evolve, field, frozen
 
 from symmplan.coordination.groups import resolve_groups
+from symmplan.device import device_of
 from symmplan.errors import RunError
 from symmplan.memory import BACKENDS, locate
 from symmplan.memory.topology import Topology, known
@@ -98,28 +99,27 @@ def kind_of(name: str) -> str:
     return "other"
 
 
-def profiled(act: Callable[[], Any], *, cuda: bool, host: bool = True) -> Profile:
+def profiled(act: Callable[[], Any], device: torch.device, *, host: bool = True) -> Profile:
     """Run something once under torch's profiler.
 
     Args:
         act: What to run.
-        cuda: Whether to look at the device, and wait for it.
+        device: What to look at, and wait for.
         host: Whether to look at the host.
 
     Collective: as ``act``.
     """
-    kinds = torch.profiler.ProfilerActivity
-    activities = [kinds.CUDA] * cuda + [kinds.CPU] * host
+    kinds, there = torch.profiler.ProfilerActivity, device_of(device)
+    activities = [getattr(kinds, name) for name in there.activities] + [kinds.CPU] * host
     with torch.profiler.profile(activities=activities) as seen:
         act()
-        if cuda:
-            torch.cuda.synchronize()
+        there.synchronize()
     kineto: Any = seen.profiler
     on_device, launches, done = [], {}, []
     for event in kineto.kineto_results.events():
         name, begin = event.name(), event.start_ns()
         end = begin + event.duration_ns()
-        if "CUDA" not in str(event.device_type()):
+        if not there.ran(event):
             if _LAUNCH.match(name):
                 launches[event.correlation_id()] = begin
             else:
@@ -328,7 +328,7 @@ def check(step: Callable[[], Any], device: torch.device | None) -> Checked:
     launched: list[tuple[Expected, str]] = []
     PROCESS.launched = launched
     try:
-        profile = profiled(step, cuda=device.type == "cuda")
+        profile = profiled(step, device)
     finally:
         PROCESS.launched = None
     marks: dict[int, list[tuple[int, int]]] = {}

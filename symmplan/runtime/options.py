@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import field, frozen
 
 from symmplan.coordination.world import current, on_device
+from symmplan.device import accelerator, device_of, kind_of
 from symmplan.errors import CaptureError, OptionError
 from symmplan.memory import BACKENDS, DEFAULT_TIMEOUT
 from symmplan.memory.backends import check_device
@@ -99,7 +100,7 @@ class Options:
         if BACKENDS[self.memory].devices:
             import torch
 
-            if not torch.cuda.is_available():
+            if accelerator() is None:
                 self.check_device(torch.device("cpu"))
 
     def check_device(self, device: torch.device) -> None:
@@ -177,8 +178,9 @@ def here(who: str, group: Any, device: torch.device | str | None) -> tuple[str, 
             "torch.distributed.new_group",
         )
     if device is None:
-        cuda = torch.cuda.is_available() and nccl.serves(chosen)
-        device = "cuda" if cuda else "cpu"
+        device = accelerator()
+        if device is None or not nccl.serves(chosen):
+            device = "cpu"
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -188,18 +190,14 @@ def here(who: str, group: Any, device: torch.device | str | None) -> tuple[str, 
             got=repr(device),
             fix="leave device= out, or pass the device of the program's tensors",
         ) from error
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if not kind_of(found).is_available():
         raise OptionError(
             f"device is {device!r}",
             expected="a device that this process has",
             got="no CUDA device",
             fix="leave device= out; symmplan doctor says what this machine has",
         )
-    if found.type == "cuda":  # the current one is another in other threads
-        found = torch.device(
-            "cuda", torch.cuda.current_device() if found.index is None else found.index
-        )
-    return c10d.group_name(chosen), found
+    return c10d.group_name(chosen), device_of(found).device
 
 
 def function(what: str, given: object, fix: str) -> None:

@@ -28,6 +28,7 @@ from attrs import evolve
 
 from symmplan.coordination.all_gather import all_agree, all_gather_json, leaders, least
 from symmplan.coordination.own import own_work
+from symmplan.device import device_of, kind_of
 from symmplan.errors import AgreementError
 from symmplan.memory.cache import borrowed
 from symmplan.memory.device_memory import counting, device_memory, empty_cache, require_left
@@ -99,8 +100,7 @@ def measure(
 
     Collective: yes, over those groups.
     """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device_of(device).set_current()
     leader = leaders(groups)
     together: dict[str, list[Case]] = {name: [] for name in dict.fromkeys(leader.values())}
     for case in cases:
@@ -217,7 +217,7 @@ def measure_there(
 
     Collective: yes, over ``group``.
     """
-    name, computes = choice.group, device.type == "cuda"  # nobody says how much meanwhile
+    name, computes = choice.group, kind_of(device).is_accelerator  # nobody says how much meanwhile
     with counting("trials", device):
         clock = clock_of(device, timeout)
         all_gather_json("measuring", {name: 0}, {name: group}, timeout)  # nobody has failed so far
@@ -259,7 +259,7 @@ class _Trials:
         apart = len(self.groups) if neighbours else 1
         tensors = 2 * apart + 2 * len(self.served) + min(apart, 2)
         largest = (nbytes - clock_bytes(device)) // tensors
-        self.has_room = largest >= (_LEAST if device.type == "cuda" else 1)
+        self.has_room = largest >= (_LEAST if kind_of(device).is_accelerator else 1)
         largest = max(largest, 0)
         self.parts = {c: c.part(largest) for c in kinds}
         sizes = [part.sizes() for part in self.parts.values()]
@@ -369,7 +369,7 @@ def chosen_by(
     """A choice by other seconds than it was made by, or by the first."""
     # What has concurrent collectives was timed with all that it may hold up.
     busy = case.beside != 0 and not choice.concurrent
-    algorithm = fastest(seconds, kernels=device.type == "cuda", beside=busy)
+    algorithm = fastest(seconds, kernels=kind_of(device).is_accelerator, beside=busy)
     return evolve(choice, seconds=seconds, algorithm=algorithm)
 
 

@@ -28,6 +28,7 @@ from attrs import define, field
 from torch import fx
 
 from symmplan.capture.c10d import functional_form
+from symmplan.device import device_of
 from symmplan.memory.races import touch
 from symmplan.process import PROCESS
 from symmplan.registry import bind_arguments
@@ -244,7 +245,8 @@ class Watching(TorchDispatchMode):
         tensors = _tensors(result[:-1]) if several else []
         written = tensors[0] if tensors else torch.empty(0)
         inner = _Work(work, pending, self._timeout)
-        handle, watched_box = works.watched_work(inner, pending.end, written)
+        done = device_of(written.device).record_event
+        handle, watched_box = works.watched_work(inner, pending.end, written, done)
         self._handles = [(p, h) for p, h in self._handles if not p.over]
         self._handles.append((pending, handle))
         return (*result[:-1], watched_box) if several else watched_box

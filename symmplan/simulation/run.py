@@ -16,6 +16,7 @@ from attrs import evolve
 
 from symmplan.coordination.own import in_own_work
 from symmplan.coordination.world import SimulatedCall, World, current, enter, leave
+from symmplan.device import kind_of
 from symmplan.errors import BackendError, OptionError, SimulationError
 from symmplan.memory import BACKENDS
 from symmplan.memory.topology import simulated
@@ -393,7 +394,7 @@ def _explained(error: BaseException) -> SimulationError | None:
                 fix="leave that call out, or make it an op with a fake implementation "
                 "(torch.library.register_fake)",
             )
-        if not torch.cuda.is_available() and _names_device(str(seen)):
+        if not kind_of(torch.device("cuda")).is_available() and _names_device(str(seen)):
             return SimulationError(
                 f"the program uses a device that does not exist: {str(seen).splitlines()[0]}",
                 expected='"cpu" for meshes and tensors where torch has no CUDA device',

@@ -215,7 +215,9 @@ def _meet(rank: int, world_size: int, life: Life, port: int) -> None:
     more: dict[str, Any] = {}
     if life.init == "nccl":
         index = 0 if life.one_device else rank
-        torch.cuda.set_device(index)
+        from symmplan.device import device_of
+
+        device_of(torch.device("cuda", index)).set_current()
         if life.connect or life.one_device:
             more["device_id"] = torch.device("cuda", index)
         if life.one_device:

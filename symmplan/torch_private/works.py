@@ -37,22 +37,26 @@ class _Watched(dist.Work):
     """The work of a collective of which somebody wants to know when it is waited for."""
 
     def __init__(
-        self, work: Any, waited: Callable[[], None] | None, written: torch.Tensor | None
+        self,
+        work: Any,
+        waited: Callable[[], None] | None,
+        written: torch.Tensor | None,
+        event: Callable[[], Any] | None,
     ) -> None:
         super().__init__()
         self._work = work
         self._waited = waited
         self._written = written
-        self._over: torch.cuda.Event | None = None
+        self._event = event
+        self._over: Any = None
 
     def wait(self, timeout: Any = None) -> bool:
         done, work = True, self._work
         if work is not None:
             done = work.wait() if timeout is None else work.wait(timeout)
             self._work = None  # it may hold its tensors for as long as it lives
-            if self._written is not None and self._written.is_cuda:
-                self._over = torch.cuda.Event()
-                self._over.record()
+            if self._event is not None:
+                self._over = self._event()
         self._end()
         return done
 
@@ -89,21 +93,27 @@ class _Watched(dist.Work):
 @functools.cache
 def finished() -> Any:
     """A work that is over. One for all, as a box does not keep its Python half."""
-    return _Watched(None, None, None)
+    return _Watched(None, None, None, None)
 
 
-def watched_work(work: Any, waited: Callable[[], None], written: torch.Tensor) -> tuple[Any, Any]:
+def watched_work(
+    work: Any,
+    waited: Callable[[], None],
+    written: torch.Tensor,
+    event: Callable[[], Any],
+) -> tuple[Any, Any]:
     """A work whose first wait is told.
 
     Args:
         work: The real one; None if it is over.
         waited: Called after the first wait for it.
         written: The tensor that the collective writes.
+        event: Gives an event behind what the current stream has queued; None where there are none.
 
     Returns:
         It, to be kept as long as the program may get hold of it, and its box.
     """
-    handle = _Watched(work, waited, written)
+    handle = _Watched(work, waited, written, event)
     return handle, handle.boxed()
 
 

@@ -79,7 +79,7 @@ AGREED = {
         Asked Gathered _outside fsdp_params shard_of result_of state_name group_of
         _group is_sharded is_unsharded only_backward_needs unshard_in_backward
     """,
-    "where the program runs": "_device _stream is_accelerator is_cpu serves",
+    "where the program runs": "_device _stream device_of is_accelerator is_cpu serves",
     "methods that the program gave FSDP2's class": "unchanged",
 }
 #: What a rank sees by itself: in which functions, and what these do besides launching.
@@ -121,7 +121,7 @@ LOCAL = {
     },
     "new_empty": {"otherwise": "the same"},
     "dtype_of_gradients": {"allocate": "the type in which sums are written"},
-    "is_current_stream_capturing": {"arrive": "raises, or plans later"},
+    "is_capturing": {"arrive": "raises, or plans later"},
 }
 
 

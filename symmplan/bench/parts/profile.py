@@ -88,7 +88,9 @@ def profile(step: Callable[[], Any]) -> dict[str, Any]:
 
     Collective: as ``step``.
     """
-    return summed(profiled(step, cuda=True, host=False).events)
+    import torch
+
+    return summed(profiled(step, torch.device("cuda"), host=False).events)
 
 
 def profile_gathers(forward: Callable[[], Any]) -> dict[str, int]:
@@ -99,7 +101,9 @@ def profile_gathers(forward: Callable[[], Any]) -> dict[str, int]:
 
     Collective: as ``forward``.
     """
-    seen = profiled(forward, cuda=True)
+    import torch
+
+    seen = profiled(forward, torch.device("cuda"))
     calls = [(begin, end) for name, begin, end in seen.host if _GATHER.match(name)]
     gathers = gathers_of(seen.events, calls)
     return {"gathers": len(gathers), "beside": beside(seen.events, gathers)}

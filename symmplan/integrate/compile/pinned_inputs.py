@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from attrs import define, evolve, field
 
 from symmplan.coordination.all_gather import all_gather_json
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import address_of
+from symmplan.device import device_of
 from symmplan.integrate.compile.places import check_others
 from symmplan.integrate.compile.plans import group_names
 from symmplan.integrate.compile.turns import released
@@ -26,6 +26,7 @@ from symmplan.torch_private.compilers import static_inputs
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import torch
     from torch import fx
 
     from symmplan.capture import Captured
@@ -138,9 +139,9 @@ class PinnedInputs:
                 self.pool.away[at] = (f"{part}.{name}", kept.op, kept.where, reason)
                 continue
             self.pool.away.pop(at, None)
-            if self.device.type == "cuda":
-                # The old memory may belong to another stream.
-                torch.cuda.current_stream(self.device).synchronize()
+            there = device_of(self.device)
+            if there.is_accelerator:  # the old memory may belong to another stream
+                there.current_stream().synchronize()
         if copies:
             check_others(copies, args)
         return copies

@@ -16,6 +16,7 @@ from attrs import define, evolve, field
 
 from symmplan.capture.graphs import at_path
 from symmplan.capture.signatures import CallValue
+from symmplan.device import device_of
 from symmplan.errors import RunError
 from symmplan.memory.library import IMPLEMENTATIONS
 from symmplan.registry import bind_arguments
@@ -264,7 +265,8 @@ def _work(
 
         # Also where nothing is copied: torch's own works hold their tensors for as long as they
         # live, this one does until it was waited for.
-        event.work, box = works.watched_work(work, finish, written)
+        done = device_of(written.device).record_event
+        event.work, box = works.watched_work(work, finish, written, done)
         return box
 
     return machine.do(pending, machine.work, form.written, _ARGS, _KWARGS)

@@ -10,6 +10,7 @@ import torch
 from attrs import define, field
 
 from symmplan.coordination.all_gather import all_agree
+from symmplan.device import device_of, kind_of
 from symmplan.memory.streams import synchronize
 from symmplan.runtime.engines import register_known
 from symmplan.runtime.leases import in_use
@@ -130,7 +131,7 @@ class Frozen:
         Collective: yes.
         """
         there = self.there
-        if there is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if there is None or device_of(device).is_capturing():
             return
         synchronize(device)
         free = not self.stays and not in_use(self.arena.segments.values())
@@ -147,7 +148,7 @@ class Frozen:
     def let_go(self, device: torch.device, *, failed: bool) -> None:
         """Give the memory back; ``failed`` if the session did. Tells nobody."""
         self.forget()
-        if failed and device.type == "cuda":
+        if failed and kind_of(device).is_accelerator:
             return  # a kernel may wait for a peer for ever, in memory that must not go
         synchronize(device)
         self.arena.give_back()

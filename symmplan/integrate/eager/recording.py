@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from symmplan.capture.eager import Recorded
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Captured
-    from symmplan.capture.streams import CudaStreams
+    from symmplan.capture.streams import DeviceStreams
     from symmplan.coordination.groups import Group
     from symmplan.memory import Arena
     from symmplan.model import OpSpec
@@ -68,7 +68,7 @@ class Settings:
 
     groups: Mapping[str, Group]
     device: torch.device
-    streams: CudaStreams | None
+    streams: DeviceStreams | None
     options: Options
     own_groups: OwnGroups = field(init=False)
 

@@ -13,6 +13,7 @@ from symmplan.capture.eager import threads_of_program
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import in_own_work
 from symmplan.coordination.sessions import SessionKeys, enter_session
+from symmplan.device import device_of
 from symmplan.errors import SessionError
 from symmplan.integrate.eager.calls import counted, settle
 from symmplan.integrate.eager.faults import Faults
@@ -59,7 +60,7 @@ class Session:
         self._checked = Checked()
         self._executor = executor(lambda: [self.plan], self._end)
         self._device = device if self._executor.serves else torch.device("cpu")
-        self._on_device = self._device.type == "cuda"
+        self._there = device_of(self._device)
         #: Whether the thread that asks is one of the program: none before the session is entered.
         self._is_program: Callable[[], bool] = lambda: False
         self._keys: SessionKeys | None = None  # in the group's store, once the session is entered
@@ -262,7 +263,7 @@ class Session:
             self._usable()
         assert self._cursor is not None
         assert self._frozen is not None
-        if self._on_device and torch.cuda.is_current_stream_capturing():
+        if self._there.is_capturing():
             self._frozen.stays = True  # a CUDA graph has the addresses
         event = self._faults.expect(self._events, self._cursor, op, said, kwargs, kind)
         thread = PROCESS.thread

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from symmplan.capture.streams import CudaStreams
+from symmplan.capture.streams import DeviceStreams
+from symmplan.device import kind_of
 
 if TYPE_CHECKING:
     import torch
 
 
-def streams_of(device: torch.device) -> CudaStreams | None:
+def streams_of(device: torch.device) -> DeviceStreams | None:
     """The streams of a device; None if it has none."""
-    return CudaStreams(device) if device.type == "cuda" else None
+    return DeviceStreams(device) if kind_of(device).is_accelerator else None
 
 
 class Roles:
@@ -28,7 +29,7 @@ class Roles:
         streams: The device's streams; None if it has none.
     """
 
-    def __init__(self, streams: CudaStreams | None) -> None:
+    def __init__(self, streams: DeviceStreams | None) -> None:
         self._streams = streams
         self._bound: dict[str, tuple[int, Any]] = {}
 
@@ -55,7 +56,7 @@ class Roles:
             streams.wait(other, current)
         self._bound.clear()
 
-    def _pairs(self) -> list[tuple[CudaStreams, Any, Any]]:
+    def _pairs(self) -> list[tuple[DeviceStreams, Any, Any]]:
         """The current stream with each other one, if there are several: one is in order."""
         if self._streams is None or len(self._bound) < 2:
             return []

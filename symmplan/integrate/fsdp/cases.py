@@ -10,6 +10,7 @@ from attrs import frozen
 
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import on_device
+from symmplan.device import kind_of
 from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
 from symmplan.memory import BACKENDS
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
@@ -133,7 +134,8 @@ def case_of(
         algorithms = ("copy engine",)
     elif not gathers and _pushes(call, memory):
         algorithms = ("symmetric", "copy engine", *PUSHES)
-    computes = device.type == "cuda"  # FSDP2 does not say how much a step computes meanwhile
+    # FSDP2 does not say how much a step computes meanwhile.
+    computes = kind_of(device).is_accelerator
     return CallCase(
         op=call.key.kind,
         memory=memory,
@@ -166,7 +168,7 @@ def why_not_measured(case: Case, device: torch.device) -> str:
     """Why a collective is ordinary and need not be measured; empty if it must be."""
     if _within(case.algorithms) not in case.algorithms and not nccl.has_copy_engine_policy():
         return SPLIT_WORDS
-    if device.type == "cuda" and case.nbytes < _SMALL:
+    if kind_of(device).is_accelerator and case.nbytes < _SMALL:
         return f"less than {_SMALL} bytes gain nothing in symmetric memory"
     return ""
 
@@ -220,6 +222,6 @@ def _copied_in(
 
 
 def _op(source: torch.Tensor) -> Any:
-    """What FSDP2 uses for that type where it may choose; NCCL's kernels depend on it."""
+    """What FSDP2 uses for that type of device and number; NCCL's kernels depend on it."""
     average = source.is_cuda and source.dtype in (torch.float32, torch.bfloat16)
     return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM

@@ -15,10 +15,9 @@ import functools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from symmplan.capture.fsdp_recording import Key, Recording
 from symmplan.coordination.own import own_work
+from symmplan.device import device_of
 from symmplan.errors import CaptureError, RunError
 from symmplan.integrate.fsdp import reasons
 from symmplan.integrate.fsdp.memory import Memory
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    import torch
     import torch.distributed as dist
 
     from symmplan.integrate.fsdp.schedule import Schedule, ScheduledCollective
@@ -165,7 +165,7 @@ class Runtime:
         self.memory.recording = self._log
         self.memory.look()
         self.memory.meet()
-        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        captured = device_of(device).is_capturing()
         if captured and self.schedule is None:
             raise RunError(
                 "a CUDA graph is being captured before FSDP2's collectives are planned",

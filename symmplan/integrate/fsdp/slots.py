@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define
 
+from symmplan.device import kind_of
 from symmplan.integrate.fsdp.push import sent_as
 from symmplan.runtime.observe import launching
 
@@ -87,7 +88,7 @@ class Slot:
         call = self.scheduled.call
         planned = getattr(torch, call.sent or call.key.dtype)
         fits = torch.promote_types(travels, planned) == planned
-        if not fits and buffer.is_cuda:  # nobody can tell the peers
+        if not fits and kind_of(buffer.device).is_accelerator:  # nobody can tell the peers
             self.pushed, self.flat = False, self.plain()
             return self.flat
         with launching(self.expected):

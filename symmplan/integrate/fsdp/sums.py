@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import field, frozen
 
+from symmplan.device import device_of, kind_of
 from symmplan.memory.kernels import scratch_of
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class OwnRow:
 
 def sums_parts(device: torch.device) -> bool:
     """Whether `sum_parts` can be used there."""
-    return device.type == "cuda" and _kernels() is not None
+    return kind_of(device).has_kernels and _kernels() is not None
 
 
 def sum_parts(
@@ -90,7 +91,7 @@ def sum_parts(
     for which, table, align in parts.tables(kernels.MOST_PARTS):
         some = tuple(tensors[which])
         some += some[:1] * (kernels.MOST_PARTS - len(some))
-        with torch.cuda.device(rows.device):
+        with device_of(rows.device).current():
             kernels.add_parts[(len(table),)](
                 some,
                 table,
@@ -138,11 +139,12 @@ def sum_rows(
             else:
                 part.add_(summed.to(total.dtype))
         return
-    of_triton = rows.is_cuda and rows.dtype in _OF_TRITON and rows.is_contiguous()
+    compiles = kind_of(rows.device).has_kernels
+    of_triton = compiles and rows.dtype in _OF_TRITON and rows.is_contiguous()
     kernels = _kernels() if of_triton else None
     if kernels is not None:
         ranks, numel = rows.shape
-        with torch.cuda.device(rows.device):
+        with device_of(rows.device).current():
             grid = (-(-numel // _BLOCK),)
             kernels.add_rows[grid](rows, total, numel, scale, ranks, BLOCK=_BLOCK)
         return
@@ -156,7 +158,7 @@ def sum_rows(
 
 def warm_up(device: torch.device) -> None:
     """Compile the kernels: not later, as a CUDA graph may be captured then."""
-    if device.type != "cuda":
+    if not kind_of(device).is_accelerator:
         return
     b16, f32 = torch.bfloat16, torch.float32
     types = ((b16, b16, b16), (b16, b16, f32), (b16, f32, f32), (f32, f32, f32))

@@ -6,7 +6,6 @@ See [Note: signals] in `symmplan.integrate.moe.rows_kernel`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from symmplan.device import device_of, kind_of
 from symmplan.errors import PeerTimeoutError, RunError
 from symmplan.memory.kernels import as_bytes, word_of
 
@@ -38,7 +38,7 @@ _LOOKS = {"cuda": 1_000_000, "cpu": 10_000}
 
 def has_kernels(device: torch.device) -> bool:
     """Whether there is a Triton that runs kernels on ``device``."""
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if not kind_of(device).has_kernels and os.environ.get("TRITON_INTERPRET") != "1":
         return False
     return _kernels() is not None
 
@@ -88,7 +88,7 @@ class DeviceRows:
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._state = torch.zeros(4, dtype=torch.int64, device=device)
         # The host looks at it without waiting for the device.
-        self._told = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._told = torch.zeros(2, dtype=torch.int64, pin_memory=kind_of(device).pins_memory)
         self._limit = min(int(timeout * _LOOKS[device.type]), 2**31 - 1)
         self._timeout = timeout
         self._padded_size = 1 << (group.size - 1).bit_length()
@@ -106,7 +106,7 @@ class DeviceRows:
         """
         size = self._group.size
         made = torch.empty(size, size + 1, dtype=torch.int64, device=self._device)
-        with _on(self._device):
+        with device_of(self._device).current():
             _kernels().exchange_counts[(1,)](
                 *(counts, made, self._addresses, self._state, self._told),
                 *(self._group.rank, size, rows, self._signals, self._limit),
@@ -149,13 +149,13 @@ class DeviceRows:
         }
         grid = (_PROGRAMS[self._device.type],)
         there = (self._slot, self._signals, self._limit)
-        with _on(self._device):
+        with device_of(self._device).current():
             _kernels().push_rows[grid](
                 given, made, *where, *steps, room, width, *there, **constants
             )
 
         def take() -> None:
-            with _on(self._device):
+            with device_of(self._device).current():
                 _kernels().take_rows[grid](
                     made, *where, *steps, room, width, result.shape[0], *there, **constants
                 )
@@ -194,7 +194,3 @@ class DeviceRows:
             **here,
             missing=(value,),
         )
-
-
-def _on(device: torch.device) -> Any:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

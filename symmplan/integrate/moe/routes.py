@@ -21,6 +21,7 @@ from attrs import evolve, field, frozen
 
 from symmplan.coordination.own import own_work
 from symmplan.coordination.world import current
+from symmplan.device import device_of, kind_of
 from symmplan.errors import RunError
 from symmplan.memory.calls import note
 
@@ -170,7 +171,7 @@ class PaddedRoutes:
                 are none, which all ranks find alike.
         """
         if not self._host:
-            if self.table.is_cuda and torch.cuda.is_current_stream_capturing():
+            if device_of(self.table.device).is_capturing():
                 raise RunError(
                     "routes are needed on the host while a CUDA graph is being captured",
                     expected="an algorithm that moves rows by kernels",
@@ -277,7 +278,9 @@ def exchange_routes(
         lines = _gathered(given, group).tolist()
         return routes_of([[*line, sum(line)] for line in lines], counts, group)
     said = _gathered(torch.cat([given, given.new_full((1,), rows)]), group)
-    return said if said.is_cuda else routes_of(said.tolist(), counts, group)
+    if kind_of(said.device).is_accelerator:
+        return said
+    return routes_of(said.tolist(), counts, group)
 
 
 def counts_of(
