@@ -120,6 +120,9 @@ class Process:
     cuda_memory: bool = False
     #: ``{cause: bytes of devices beyond segments}``: written by `counting`, read by `Stats`.
     beyond: dict[str, int] = field(factory=dict)
+    #: ``{device: bytes}`` beyond segments and torch's allocator when something was first counted
+    #: there: written by `counting`, read by `beyond_segments`.
+    beyond_before: dict[Any, int] = field(factory=dict)
 
     # Process groups, by themselves and not by their names: another may have had that before.
 

@@ -48,7 +48,7 @@ def _examined(device: torch.device) -> dict[str, Any] | None:
     from symmplan.coordination.all_gather import all_gather_json
     from symmplan.coordination.groups import resolve_groups
     from symmplan.memory import resolve_backend
-    from symmplan.memory.device_memory import beyond_segments
+    from symmplan.memory.beyond import beyond_segments
     from symmplan.memory.topology import survey
     from symmplan.runtime.collectives import verdicts
 

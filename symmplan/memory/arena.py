@@ -9,7 +9,8 @@ from symmplan.coordination.exchange import Exchange
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import own_work
 from symmplan.errors import OptionError, ReleasedError, RunError
-from symmplan.memory.device_memory import counting, require_left
+from symmplan.memory.beyond import counting
+from symmplan.memory.device_memory import require_left
 from symmplan.memory.health import Health
 from symmplan.memory.leased import lease_out
 from symmplan.memory.races import RaceDetector
@@ -216,7 +217,7 @@ class Arena:
             require_left(device)
             exchange.round("joining", b"")
             begun = True
-            with counting("communicators", device):
+            with counting("windows", device):
                 for segment, name, _ in new:
                     segment.backend.rendezvous(segment, members[name], exchange)
             exchange.round("joined", b"")
@@ -226,9 +227,7 @@ class Arena:
         except BaseException as error:
             exchange.fail(error)
             for segment, name, group in new:  # some rank has not met them
-                segment.forget(name)
-                if begun and group is not None:
-                    segment.unmet.add(group)
+                segment.forget(name, group if begun else None)
             raise
         self.rendezvous += len(new)
         return len(new)

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from symmplan.coordination.exchange import processes_of
 from symmplan.coordination.own import own_work
 from symmplan.errors import BackendError
+from symmplan.memory.beyond import counting
 from symmplan.memory.counterparts import counterparts_of, hosts_of
-from symmplan.memory.device_memory import counting
 from symmplan.memory.kernels import as_bytes
 from symmplan.memory.torch_rendezvous import TorchRendezvous
 from symmplan.process import PROCESS

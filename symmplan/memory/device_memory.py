@@ -1,31 +1,17 @@
-"""Bytes of a device, by its driver and by torch's caching allocator.
-
-[Note: bytes beyond segments]
-    Communicators, signal pads, mappings of peers' memory and kernels take bytes of a device that
-    only its driver counts. It does not say whose they are. So the driver's number is read before
-    and after each thing that may take some. What grew beyond segments and torch's allocator is
-    counted as taken by that. Another process on the device may change it meanwhile, also to less
-    than nothing. What first uses the program's own communicators counts what these take then.
-"""
+"""Bytes of a device, by its driver and by torch's caching allocator."""
 
 from __future__ import annotations
 
-import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from symmplan.coordination.world import current
 from symmplan.device import DeviceMemory, device_of
 from symmplan.errors import BackendError
-from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
 
 __all__ = [
-    "beyond_segments",
-    "counting",
     "device_memory",
     "empty_cache",
     "most_lately",
@@ -93,46 +79,3 @@ def require_left(device: torch.device) -> None:
             fix="make the plan smaller (capacity=), or free device memory first",
             free_bytes=there.free,
         )
-
-
-@contextlib.contextmanager
-def counting(cause: str, device: torch.device) -> Iterator[None]:
-    """Count what is taken inside, beyond segments, for a cause, unless it is counted within.
-
-    See [Note: bytes beyond segments]. If it fails, nothing is counted.
-
-    Args:
-        cause: A word for people.
-        device: Where it is taken.
-
-    Collective: no.
-    """
-    counted, before = sum(PROCESS.beyond.values()), _beyond(device)
-    yield
-    more = _beyond(device) - before - (sum(PROCESS.beyond.values()) - counted)
-    if more:
-        PROCESS.beyond[cause] = PROCESS.beyond.get(cause, 0) + more
-
-
-def beyond_segments() -> dict[str, Any]:
-    """What was counted so far, as `symmplan.runtime.stats.Stats` has it. Collective: no."""
-    by_cause = sorted(PROCESS.beyond.items(), key=lambda item: (-item[1], item[0]))
-    return {
-        "bytes_beyond_segments": sum(PROCESS.beyond.values()),
-        "beyond_segments": tuple(by_cause),
-    }
-
-
-def _beyond(device: torch.device) -> int:
-    """Bytes of a device that neither segments nor torch's allocator have; 0 where there is none."""
-    there = None if current() is not None else device_memory(device)
-    if there is None:
-        return 0
-    held: int = sum(
-        segment.nbytes
-        for segment in PROCESS.segments
-        if segment.tensor.device.type == device.type
-        and device.index in (None, segment.tensor.device.index)
-        and segment.address not in PROCESS.pools  # which the allocator has
-    )
-    return there.total - there.free - there.reserved - held

@@ -245,8 +245,15 @@ class Segment:
         self.rendezvous[rendezvous.group.name] = rendezvous
         self.rendezvous[rendezvous.group.torch_name] = rendezvous
 
-    def forget(self, group: str) -> None:
-        """Undo `add_rendezvous` for a group; no error if there was none."""
+    def forget(self, group: str, unmet: Any | None = None) -> None:
+        """Undo `add_rendezvous` for a group; no error if there was none.
+
+        Args:
+            group: Its name.
+            unmet: The process group, if some rank has failed to register the segment with it.
+        """
+        if unmet is not None:
+            self.unmet.add(unmet)
         gone = self.rendezvous.get(group)
         self.rendezvous = {n: met for n, met in self.rendezvous.items() if met is not gone}
 

@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from symmplan.report.format import count
+from symmplan.report.format import count, size
 from symmplan.report.text import plan_line, plan_summary, reasons_line
 
 if TYPE_CHECKING:
@@ -23,13 +23,19 @@ __all__ = ["LOG", "log_plan"]
 LOG = logging.getLogger("symmplan")
 
 
-def log_plan(what: str, plan: Plan, algorithms: Iterable[str] = ()) -> None:
+def log_plan(
+    what: str,
+    plan: Plan,
+    algorithms: Iterable[str] = (),
+    beyond: Iterable[tuple[str, int]] = (),
+) -> None:
     """One line: what is planned, its bytes and their bound, algorithms, what is left out and why.
 
     Args:
         what: Whose plan it is.
         plan: The plan.
         algorithms: How each of its declared calls runs, where that is known.
+        beyond: Bytes of devices beyond segments and torch's allocator, by what took them.
 
     Collective: no.
     """
@@ -46,5 +52,8 @@ def log_plan(what: str, plan: Plan, algorithms: Iterable[str] = ()) -> None:
         said.append(count(len(plan.barriers), "barrier"))
     if plan.unplanned:
         said.append(f"left out: {reasons_line(plan.unplanned)}")
+    taken = [f"{cause} {size(nbytes)}" for cause, nbytes in beyond]
+    if taken:
+        said.append(f"beyond segments: {', '.join(taken)}")
     LOG.info("%s: plan %s: %s", what, plan.fingerprint[:12], "; ".join(said))
     LOG.debug("%s", plan_summary(plan))

@@ -21,7 +21,8 @@ from attrs import evolve, field, frozen
 
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
-from symmplan.memory.device_memory import counting, empty_cache
+from symmplan.memory.beyond import counting
+from symmplan.memory.device_memory import empty_cache
 from symmplan.memory.torch_symm import SPLIT_WORDS
 from symmplan.model import Algorithm
 from symmplan.runtime.choice import DEMOTED

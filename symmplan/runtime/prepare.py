@@ -35,6 +35,7 @@ from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
 from symmplan.errors import AgreementError
 from symmplan.memory import cache, pool, resolve_backend, topology
+from symmplan.memory.beyond import beyond_segments
 from symmplan.memory.cache import cached_bytes
 from symmplan.memory.device_memory import device_memory, empty_cache
 from symmplan.memory.resolve import agree_on_levels
@@ -297,7 +298,7 @@ class Preparation:
 
     def log(self, plan: Plan, algorithms: Iterable[str] = (), what: str = "") -> None:
         """Say what was planned; ``what`` if that is a part of the user's. Collective: no."""
-        log_plan(what or self.user, plan, algorithms)
+        log_plan(what or self.user, plan, algorithms, beyond_segments()["beyond_segments"])
 
 
 def checked_plan(problem: Problem, effort: Literal["fast", "optimal"]) -> Plan:

@@ -68,9 +68,13 @@ class Stats:
         evacuated: How often such a tensor had to be copied; see `CompileBackend.evacuated`.
         bytes_beyond_segments: Bytes of its devices that symmplan has taken, by the driver's number,
             beyond segments and torch's allocator: by all of the process; 0 on the CPU.
-        beyond_segments: The same by what took them, most first: ``"rendezvous"`` and
-            ``"communicators"`` for copy engines and between hosts, ``"trials"`` besides those, and
-            ``"kernels"``. Below 0 if another process has returned bytes meanwhile.
+        beyond_segments: The same by what took them, most first: ``"rendezvous"``, the
+            ``"communicators"`` for copy engines and between hosts, the ``"windows"`` of segments in
+            those, ``"trials"`` besides, and ``"kernels"``. Below 0 if another process has returned
+            bytes meanwhile. Where torch knows what communicators have, it was asked.
+        bytes_without_owner: Bytes that are in use besides, and were not when symmplan first took
+            any, by the driver's number: the program's kernels and later communicators, and other
+            processes.
         reasons: Why calls were plain or copied, and how often, most frequent first.
         flat: FSDP modules whose gathers are flat, so that FSDP2 copies parameters out, and why.
         disengaged: Collectives that did not run as planned in the last check, and why; see
@@ -105,6 +109,7 @@ class Stats:
     evacuated: int = 0
     bytes_beyond_segments: int = 0
     beyond_segments: tuple[tuple[str, int], ...] = ()
+    bytes_without_owner: int = 0
     reasons: tuple[tuple[str, int], ...] = ()
     flat: tuple[tuple[str, str], ...] = ()
     disengaged: tuple[tuple[str, str], ...] = ()

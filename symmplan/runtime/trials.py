@@ -30,8 +30,9 @@ from symmplan.coordination.all_gather import all_agree, all_gather_json, leaders
 from symmplan.coordination.own import own_work
 from symmplan.device import device_of, kind_of
 from symmplan.errors import AgreementError
+from symmplan.memory.beyond import counting
 from symmplan.memory.cache import borrowed
-from symmplan.memory.device_memory import counting, device_memory, empty_cache, require_left
+from symmplan.memory.device_memory import device_memory, empty_cache, require_left
 from symmplan.memory.room import LEFT, free_bytes
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem
@@ -129,7 +130,8 @@ def measure(
     able = {name: group for name, group in served.items() if name not in useless}
     if able:
         require_left(device)
-    engines = engines_of(able, memory, timeout)
+    with counting("communicators", device):
+        engines = engines_of(able, memory, timeout)
     if not cases or not trials.has_room:
         return not cases
     trials.allocate()

@@ -116,6 +116,21 @@ def _made(like: Any, ranks: Sequence[int], options: Any, what: str) -> Any:
         world.bound_device_id = bound
 
 
+def communicator_bytes(groups: Sequence[Any]) -> int | None:
+    """Bytes of devices that the communicators of some groups have; None where nobody says.
+
+    Source: Backend.memory_stats, from torch 2.12 and NCCL 2.29.7 on.
+    """
+    total = 0
+    try:
+        for group in groups:
+            backend: Any = group._get_backend(torch.device("cuda"))
+            total += int(backend.memory_stats()["total"])
+    except (AttributeError, KeyError, RuntimeError):
+        return None
+    return total
+
+
 def registers_windows(group: dist.ProcessGroup) -> bool:
     """Whether NCCL can register a pool's memory as windows of ``group``."""
     register = getattr(group._get_backend(torch.device("cuda")), "register_mem_pool", None)

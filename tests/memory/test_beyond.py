@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from ranks import RankPool, pool_of
 
 import symmplan
 from symmplan.device import DeviceMemory
-from symmplan.memory import device_memory, realize
-from symmplan.memory.device_memory import beyond_segments, counting
+from symmplan.memory import beyond, realize
+from symmplan.memory.beyond import beyond_segments, counting
 from symmplan.memory.local import LocalBackend
 from symmplan.model import Problem
 from symmplan.process import PROCESS
+from symmplan.report.log import log_plan
 
 CPU, MiB = torch.device("cpu"), 1 << 20
 
@@ -67,8 +69,9 @@ def test_what_is_taken_counts_once_for_the_innermost_cause(steps):
                 act(inner, step[0])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_memory, "device_memory", driver.memory)
+        patch.setattr(beyond, "device_memory", driver.memory)
         patch.setattr(PROCESS, "beyond", {})
+        patch.setattr(PROCESS, "beyond_before", {})
         act(("a", steps), "")
         found = beyond_segments()
     assert found["bytes_beyond_segments"] == sum(wanted.values())
@@ -77,10 +80,65 @@ def test_what_is_taken_counts_once_for_the_innermost_cause(steps):
     assert list(by_cause.values()) == sorted(by_cause.values(), reverse=True)
 
 
+def test_what_nobody_took_has_no_owner(monkeypatch):
+    driver = _Driver()
+    monkeypatch.setattr(beyond, "device_memory", driver.memory)
+    monkeypatch.setattr(PROCESS, "beyond", {})
+    monkeypatch.setattr(PROCESS, "beyond_before", {})
+    driver.others += 9  # before anything was counted
+    assert beyond_segments()["bytes_without_owner"] == 0
+    with counting("a", CPU):
+        driver.others += 5
+    assert beyond_segments()["bytes_without_owner"] == 0
+    driver.others += 3
+    with counting("b", CPU):
+        driver.others += 7
+    found = beyond_segments()
+    assert found["bytes_without_owner"] == 3
+    assert found["bytes_beyond_segments"] == 12
+    monkeypatch.setattr(beyond, "device_memory", lambda _: None)
+    assert beyond_segments()["bytes_without_owner"] == 0
+
+
+class _Says:
+    """A communicator that says what it has, where this torch can."""
+
+    def __init__(self, total=None):
+        self.total = total
+
+    def _get_backend(self, _):
+        if self.total is None:
+            raise RuntimeError("NCCL is too old")
+        return SimpleNamespace(memory_stats=lambda: {"total": self.total, "persist": 1})
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_what_communicators_have_is_read_where_torch_knows_it(monkeypatch, older):
+    driver = _Driver()
+    monkeypatch.setattr(beyond, "device_memory", driver.memory)
+    monkeypatch.setattr(PROCESS, "beyond", {})
+    monkeypatch.setattr(PROCESS, "beyond_before", {})
+    groups = {(0, 1): _Says(20), (0, 1, 2): _Says(None if older else 4)}
+    monkeypatch.setattr(PROCESS, "engines_made", groups)
+    with counting("communicators", CPU):
+        driver.others += 30  # another process is there, too
+    found = beyond_segments()
+    assert dict(found["beyond_segments"]) == {"communicators": 30 if older else 24}
+    assert found["bytes_without_owner"] == (0 if older else 6)
+
+
+def test_the_log_of_a_plan_says_what_else_was_taken(caplog):
+    plan = symmplan.plan(Problem.from_intervals([("a", 0, 1, 4096)]))
+    with caplog.at_level("INFO", "symmplan"):
+        log_plan("x", plan, (), [("windows", 3 * MiB), ("kernels", 1536)])
+    assert "beyond segments: windows 3 MiB, kernels 1.50 KiB" in caplog.text
+
+
 def test_what_failed_is_not_counted(monkeypatch):
     driver = _Driver()
-    monkeypatch.setattr(device_memory, "device_memory", driver.memory)
+    monkeypatch.setattr(beyond, "device_memory", driver.memory)
     monkeypatch.setattr(PROCESS, "beyond", {})
+    monkeypatch.setattr(PROCESS, "beyond_before", {})
     with counting("outer", CPU):
         with pytest.raises(ZeroDivisionError), counting("inner", CPU):
             driver.takes(lambda: 1 // 0, 5)()
@@ -91,8 +149,9 @@ def test_what_failed_is_not_counted(monkeypatch):
 def test_segments_are_not_beyond_segments(monkeypatch):
     """Windows of a pool are the allocator's already, so they are not taken off twice."""
     driver, plan = _Driver(), symmplan.plan(Problem.from_intervals([("a", 0, 1, 4096)]))
-    monkeypatch.setattr(device_memory, "device_memory", driver.memory)
+    monkeypatch.setattr(beyond, "device_memory", driver.memory)
     monkeypatch.setattr(PROCESS, "beyond", {})
+    monkeypatch.setattr(PROCESS, "beyond_before", {})
     with counting("x", CPU):
         arena = realize(plan, memory="local")
     assert PROCESS.beyond == {}
@@ -119,7 +178,7 @@ def _trained(rank, world, driven, algorithm="symmetric"):
     driver, made = _Driver(), {"rendezvous": 3 * MiB, "trials": 5 * MiB, "kernels": 2 * MiB}
     with pytest.MonkeyPatch.context() as patch:
         if driven:
-            patch.setattr(device_memory, "device_memory", driver.memory)
+            patch.setattr(beyond, "device_memory", driver.memory)
         for cause, where, name in (
             ("rendezvous", ShmBackend, "rendezvous"),
             ("trials", trials, "clock_of"),
@@ -129,6 +188,7 @@ def _trained(rank, world, driven, algorithm="symmetric"):
         patch.setattr(trials, "fastest", lambda *_, **__: algorithm)
         trials.forget()
         PROCESS.beyond.clear()
+        PROCESS.beyond_before.clear()
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
         for module in (*model, model):
             fully_shard(module, mesh=dist.init_device_mesh("cpu", (world,)))
@@ -169,13 +229,14 @@ def test_the_cpu_has_no_driver_and_nothing_beyond_segments(two):
 
 def test_further_communicators_count_by_themselves(monkeypatch):
     driver, plan = _Driver(), symmplan.plan(Problem.from_intervals([("a", 0, 1, 4096)]))
-    monkeypatch.setattr(device_memory, "device_memory", driver.memory)
+    monkeypatch.setattr(beyond, "device_memory", driver.memory)
     monkeypatch.setattr(PROCESS, "beyond", {})
+    monkeypatch.setattr(PROCESS, "beyond_before", {})
     monkeypatch.setattr(LocalBackend, "rendezvous", driver.takes(LocalBackend.rendezvous, MiB))
     with realize(plan, memory="local") as arena:
         assert PROCESS.beyond == {"rendezvous": MiB}
         arena.join({name: {"other": None} for name in arena.segments})
-    assert PROCESS.beyond == {"rendezvous": MiB, "communicators": MiB}
+    assert PROCESS.beyond == {"rendezvous": MiB, "windows": MiB}
 
 
 def test_a_simulated_device_has_nothing_beyond_segments():
@@ -304,10 +365,11 @@ def _doctored(rank, world, port, driven, *argv):
     driver, shown = _Driver(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
         if driven:
-            patch.setattr(device_memory, "device_memory", driver.memory)
+            patch.setattr(beyond, "device_memory", driver.memory)
             taken = driver.takes(ShmBackend.rendezvous, MiB + rank)
             patch.setattr(ShmBackend, "rendezvous", taken)
         PROCESS.beyond.clear()
+        PROCESS.beyond_before.clear()
         code = main(["doctor", "--group", *argv])
     return code, shown.getvalue()
 

@@ -21,7 +21,7 @@ from symmplan.integrate.compile.parts import copy_of
 from symmplan.integrate.compile.plans import structure_of
 from symmplan.integrate.compile.pool import Pool
 from symmplan.memory import DEFAULT_TIMEOUT
-from symmplan.memory.device_memory import beyond_segments
+from symmplan.memory.beyond import beyond_segments
 from symmplan.report.format import count
 from symmplan.report.log import LOG
 from symmplan.report.text import reasons_line

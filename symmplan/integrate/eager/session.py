@@ -21,7 +21,7 @@ from symmplan.integrate.eager.kernels import Cursor, declared_names, install, ov
 from symmplan.integrate.eager.recording import IterationRecording, Settings, meet
 from symmplan.integrate.eager.schedule import perform
 from symmplan.integrate.eager.streams import Roles, streams_of
-from symmplan.memory.device_memory import beyond_segments
+from symmplan.memory.beyond import beyond_segments
 from symmplan.process import PROCESS
 from symmplan.report.log import LOG
 from symmplan.runtime.executor import executor

@@ -13,7 +13,7 @@ from symmplan.integrate.fsdp.layout import NO_SEAM
 from symmplan.integrate.fsdp.runtime import Runtime
 from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
 from symmplan.memory import DEFAULT_TIMEOUT
-from symmplan.memory.device_memory import beyond_segments
+from symmplan.memory.beyond import beyond_segments
 from symmplan.model import AlgorithmName
 from symmplan.runtime.executor import executor
 from symmplan.runtime.observe import Checked, check

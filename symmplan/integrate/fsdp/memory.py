@@ -27,12 +27,9 @@ from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp.push import Pushes
 from symmplan.integrate.fsdp.sums import warm_up
 from symmplan.memory import agree
+from symmplan.memory.beyond import counting
 from symmplan.memory.cache import fits
-from symmplan.memory.device_memory import (
-    counting,
-    device_memory,
-    most_lately,
-)
+from symmplan.memory.device_memory import device_memory, most_lately
 from symmplan.memory.held import bytes_beside
 from symmplan.memory.room import Usage
 from symmplan.memory.streams import synchronize

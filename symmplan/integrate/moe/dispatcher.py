@@ -32,7 +32,7 @@ from symmplan.integrate.moe.routes import (
     exchange_routes,
 )
 from symmplan.integrate.moe.slot import RowSlot
-from symmplan.memory.device_memory import beyond_segments
+from symmplan.memory.beyond import beyond_segments
 from symmplan.memory.streams import mark, synchronize, wait_for
 from symmplan.runtime.executor import executor
 from symmplan.runtime.options import whole

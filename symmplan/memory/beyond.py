@@ -1,0 +1,89 @@
+"""Bytes of a device beyond segments and torch's allocator, by what took them.
+
+[Note: bytes beyond segments]
+    Communicators, signal pads, mappings of peers' memory and kernels take bytes of a device that
+    only its driver counts. It does not say whose they are. So the driver's number is read before
+    and after each thing that may take some. What grew beyond segments and torch's allocator is
+    counted as taken by that. Another process on the device may change it meanwhile, also to less
+    than nothing. What first uses the program's own communicators counts what these take then.
+
+    What is in use beyond all of these, and was not when something was first counted, has no owner:
+    the program's later communicators, kernels that are loaded when they first run, and other
+    processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from symmplan.coordination.world import current
+from symmplan.device import device_of
+from symmplan.memory.device_memory import device_memory
+from symmplan.process import PROCESS
+from symmplan.torch_private import nccl
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+__all__ = ["beyond_segments", "counting"]
+
+
+@contextlib.contextmanager
+def counting(cause: str, device: torch.device) -> Iterator[None]:
+    """Count what is taken inside, beyond segments, for a cause, unless it is counted within.
+
+    See [Note: bytes beyond segments]. If it fails, nothing is counted.
+
+    Args:
+        cause: A word for people.
+        device: Where it is taken.
+
+    Collective: no.
+    """
+    counted, before = sum(PROCESS.beyond.values()), _beyond(device)
+    if before is not None:
+        PROCESS.beyond_before.setdefault(device_of(device).device, before)
+    yield
+    now = _beyond(device)
+    if before is None or now is None:
+        return
+    more = now - before - (sum(PROCESS.beyond.values()) - counted)
+    if more:
+        PROCESS.beyond[cause] = PROCESS.beyond.get(cause, 0) + more
+
+
+def beyond_segments() -> dict[str, Any]:
+    """What was counted so far, as `symmplan.runtime.stats.Stats` has it. Collective: no."""
+    by_cause = dict(PROCESS.beyond)
+    read = nccl.communicator_bytes([*PROCESS.engines_made.values()])
+    if read is not None and "communicators" in by_cause and not PROCESS.device_counterparts:
+        by_cause["communicators"] = read
+    taken = sum(by_cause.values())
+    grown = [
+        now - before
+        for device, before in PROCESS.beyond_before.items()
+        if (now := _beyond(device)) is not None
+    ]
+    return {
+        "bytes_beyond_segments": taken,
+        "beyond_segments": tuple(sorted(by_cause.items(), key=lambda item: (-item[1], item[0]))),
+        "bytes_without_owner": sum(grown) - taken if grown else 0,
+    }
+
+
+def _beyond(device: torch.device) -> int | None:
+    """Bytes of a device that neither segments nor torch's allocator have; None if unknown."""
+    there = None if current() is not None else device_memory(device)
+    if there is None:
+        return None
+    held: int = sum(
+        segment.nbytes
+        for segment in PROCESS.segments
+        if segment.tensor.device.type == device.type
+        and device.index in (None, segment.tensor.device.index)
+        and segment.address not in PROCESS.pools  # which the allocator has
+    )
+    return there.total - there.free - there.reserved - held
