@@ -107,7 +107,11 @@ def _run(rank, world_size, how, run, choose):
     return found, stats, choices
 
 
-ALGORITHMS = [("op by op", _functional), ("inductor", _functional), ("session", _functional)]
+ALGORITHMS = [
+    ("op by op", _functional),
+    pytest.param("inductor", _functional, marks=pytest.mark.first),
+    pytest.param("session", _functional, marks=pytest.mark.first),
+]
 every_algorithm = pytest.mark.parametrize(("how", "run"), [*ALGORITHMS, ("session", _dist)])
 
 

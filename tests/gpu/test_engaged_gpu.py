@@ -163,6 +163,7 @@ def test_the_topology_of_two_devices(pool):
     assert first.why_not("nccl") == "" or not first.peer_access
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("choose", ["symmetric", "copy engine", "push", "ordinary"])
 def test_each_algorithm_engages(pool, choose):
     for (found,) in pool.run(trained_all, "bfloat16", [choose]):
@@ -186,6 +187,7 @@ def test_a_type_that_symmetric_kernels_do_not_reduce_is_named(pool):
         assert all(ran == "symmetric" for op, _, ran, _ in found["calls"] if "gather" in op)
 
 
+@pytest.mark.first
 def test_graphs_and_sessions_are_checked(pool):
     for same, placed, _, calls in pool.run(graph_and_session):
         print(calls)

@@ -117,6 +117,7 @@ def _routed(rank, size, seeds, apart):
         return wrong, ours.stats.served, ours.stats.reasons
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("apart", [False, True], ids=["at_once", "apart"])
 def test_rows_move_over_hosts_as_in_torchs_own_way(four, apart):
     for wrong, served, reasons in four.run(_routed, range(40), apart):

@@ -136,6 +136,7 @@ def _trained(rank, size, choose, memory="cuda"):
     return wrong, stats.placed, ran, reasons, choices
 
 
+@pytest.mark.first
 def test_fsdp_in_two_levels(four):
     for wrong, placed, ran, _, _ in four.run(_trained, "placed"):
         assert not wrong

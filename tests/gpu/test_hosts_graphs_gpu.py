@@ -90,7 +90,7 @@ def _graphs(rank, size, inner, choose):
     return wrong, placed, ran, reasons, measured
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.first)])
 def test_graphs_in_two_levels(four, inner):
     from symmplan.runtime.algorithms import ONE_HOST
 
@@ -157,7 +157,9 @@ def _sessions(rank, size, how):
         return wrong, session.stats.served, ran
 
 
-@pytest.mark.parametrize("how", ["blocking", "wait", "future", "functional"])
+@pytest.mark.parametrize(
+    "how", ["blocking", pytest.param("wait", marks=pytest.mark.first), "future", "functional"]
+)
 def test_sessions_in_two_levels(four, how):
     for wrong, served, ran in four.run(_sessions, how):
         assert not wrong

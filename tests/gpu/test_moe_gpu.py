@@ -27,7 +27,8 @@ pool = pool_on(2, timeout=110)
     [
         (range(60), "push"),
         (range(60, 70), "measure"),
-        (range(70, 80), "ordinary"),
+        pytest.param(range(70, 80), "ordinary", marks=pytest.mark.first),
+        pytest.param(range(110, 120), "push", marks=pytest.mark.first),
         (range(80, 110), "symmetric"),
     ],
 )
@@ -98,7 +99,11 @@ def test_rows_are_copied_without_kernels(pool):
 @pytest.mark.parametrize("apart", [False, True], ids=["at_once", "apart"])
 @pytest.mark.parametrize(
     ("seeds", "choose"),
-    [(range(25), "symmetric"), (range(25, 30), "push"), (range(30, 34), "auto")],
+    [
+        (range(25), "symmetric"),
+        (range(25, 30), "push"),
+        pytest.param(range(30, 34), "auto", marks=pytest.mark.first),
+    ],
 )
 def test_padded_rows_by_kernels(pool, seeds, choose, apart):
     first, *others = pool.run(padded_calls, seeds, choose, "cuda", apart)

@@ -49,7 +49,7 @@ def _train(rank, world, dim, inner, choose, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.first)])
 def test_blocks_in_parts_compute_what_they_compute(inner, dtype):
     with ranks_on(2, timeout=200.0) as pool:
         first, second = pool.run(_train, 0, inner, "pipelined", dtype)

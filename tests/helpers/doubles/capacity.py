@@ -1,0 +1,201 @@
+"""A device with a capacity: what its driver gives, and torch's caching allocator on top of it.
+
+Tensors of the program are counted inside `counted`, where each op is looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from doubles.streams import streams
+
+MiB = 1 << 20
+
+
+class Device:
+    """Bytes of a device.
+
+    Args:
+        total: All of them.
+        had: Those that the allocator has kept of what the program did before.
+
+    Attributes:
+        total: All of them.
+        taken: ``{cause: bytes}`` of what neither torch's allocator nor segments have.
+        most_reserved: The most that the allocator had.
+        most_allocated: The most of these that tensors had.
+        retries: How often the allocator emptied its cache to have more.
+    """
+
+    def __init__(self, total=80 << 30, had=0):
+        self.total = total
+        self.taken = {}
+        self._cached = self.most_reserved = self.most_allocated = had
+        self._last = self.retries = 0
+        self._direct, self._pooled, self._counted = [], [], {}
+
+    @property
+    def segments(self):
+        """Bytes of allocations of symmetric memory, which the allocator does not have."""
+        self._direct = [(alive, n) for alive, n in self._direct if alive()]
+        return sum(n for _, n in self._direct)
+
+    @property
+    def cached(self):
+        """Bytes that the allocator keeps for later."""
+        self.allocated  # noqa: B018 - what is gone is cached
+        return self._cached
+
+    @property
+    def allocated(self):
+        """Bytes of tensors, windows among them."""
+        alive = [(a, n) for a, n in self._pooled if a()]
+        self._cached += sum(n for _, n in self._pooled) - sum(n for _, n in alive)
+        self._pooled = alive
+        now = sum(n for _, n in alive) + self._tensors()
+        self.most_allocated = max(self.most_allocated, now)
+        return now
+
+    @property
+    def reserved(self):
+        now = self.allocated
+        now += self._cached
+        self.most_reserved = max(self.most_reserved, now)
+        return now
+
+    @property
+    def free(self):
+        """Free bytes, by the driver."""
+        return self.total - sum(self.taken.values()) - self.segments - self.reserved
+
+    def take(self, cause, nbytes):
+        """Bytes beyond segments.
+
+        Raises:
+            RuntimeError: There are not so many.
+        """
+        if nbytes > self.free:
+            raise RuntimeError(f"CUDA error: out of memory ({cause})")
+        self.taken[cause] = self.taken.get(cause, 0) + nbytes
+
+    def give(self, cause, nbytes):
+        self.taken[cause] -= nbytes
+
+    def empty_cache(self):
+        _refuse_capture()
+        self.reserved  # noqa: B018 - the most so far
+        self._cached = 0
+
+    def map(self, nbytes):
+        """Bytes that peers can map, from the driver: ``(tensor, descriptor of their file)``.
+
+        Raises:
+            RuntimeError: There are not so many.
+        """
+        _refuse_capture()
+        if nbytes > self.free:
+            raise RuntimeError("CUDA driver error: out of memory")
+        tensor, file = mapped(nbytes)
+        self._direct.append((_alive(tensor), nbytes))
+        return tensor, file
+
+    def window(self, nbytes):
+        """A block of a pool's; the allocator has it.
+
+        Raises:
+            torch.OutOfMemoryError: There are not so many.
+        """
+        _refuse_capture()
+        self._reserve(nbytes)
+        tensor = torch.zeros(nbytes, dtype=torch.uint8)
+        self._pooled.append((_alive(tensor), nbytes))
+        self.reserved  # noqa: B018 - the most so far
+        return tensor
+
+    def count(self, tensor):
+        """A tensor of the program has been made."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._counted or not storage.nbytes():
+            return
+        if any(a() == storage._cdata for a, _ in (*self._direct, *self._pooled)):
+            return
+        self._reserve(storage.nbytes())
+        self._counted[storage._cdata] = weakref.ref(storage)
+        self.reserved  # noqa: B018 - the most so far
+
+    def _reserve(self, nbytes):
+        reserved, free = self.reserved, self.free
+        more = 0 if nbytes <= self._cached else nbytes
+        if more > free:
+            self.retries += 1
+            free += self._cached
+            self._cached = 0
+        if more > free:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {nbytes} bytes, {free} are free, "
+                f"{reserved} are reserved."
+            )
+        if not more:
+            self._cached -= nbytes
+
+    def _tensors(self):
+        now = 0
+        for key, storage in tuple(self._counted.items()):
+            alive = storage()
+            if alive is None:
+                del self._counted[key]
+            else:
+                now += alive.nbytes()
+        gone, self._last = self._last - now, now
+        self._cached += max(0, gone)
+        return now
+
+
+class Counted(TorchDispatchMode):
+    """Counts the tensors that ops make inside."""
+
+    def __init__(self, device):
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if type(value) is torch.Tensor and value.device.type == "cpu":
+                self._device.count(value)
+        return result
+
+
+def mapped(nbytes):
+    """``(tensor, descriptor)`` of new bytes without a name, that other processes can map."""
+    file = os.memfd_create("double")
+    os.ftruncate(file, max(nbytes, 1))
+    tensor = _of_file(f"/proc/self/fd/{file}", nbytes)
+    weakref.finalize(tensor.untyped_storage(), os.close, file).atexit = False
+    return tensor, file
+
+
+def mapping_of(process, file, nbytes):
+    """The bytes that another process has `mapped`."""
+    return _of_file(f"/proc/{process}/fd/{file}", nbytes)
+
+
+def _of_file(path, nbytes):
+    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def _alive(tensor):
+    """A function that says whether a tensor's bytes are there: their address in torch, or None."""
+    storage = tensor.untyped_storage()
+    weak, number = weakref.ref(storage), storage._cdata
+    return lambda: None if weak() is None else number
+
+
+def _refuse_capture():
+    if streams().current.capture:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing (malloc)")

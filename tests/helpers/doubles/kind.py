@@ -1,0 +1,136 @@
+"""The CPU as an accelerator: what replaces its kind in `symmplan.device`, and in ``torch.cpu``."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from doubles.network import Pool
+from doubles.streams import Event, Stream, current, streams
+from symmplan.device.base import Device, DeviceMemory
+
+
+class DoubledDevice(Device):
+    """See the module. The class of a process has its ``bytes``, a `doubles.capacity.Device`."""
+
+    is_accelerator = True
+    bytes = None
+
+    def __init__(self, device):
+        super().__init__(torch.device("cpu"))
+        self.stream_number = lambda: streams().current.cuda_stream
+
+    def uuid(self):
+        return "double"
+
+    def current_stream(self):
+        return streams().current
+
+    def default_stream(self):
+        return streams().default
+
+    def new_stream(self):
+        return Stream()
+
+    def on_stream(self, stream):
+        return current(stream)
+
+    def number_of(self, stream):
+        return getattr(stream, "cuda_stream", None)
+
+    def event(self, *, timed=False):
+        return Event(timed)
+
+    def synchronize(self):
+        streams().synchronize()
+
+    def followed(self, after):
+        return _followed(after)
+
+    def is_capturing(self):
+        return streams().current.capture != 0
+
+    def capture_of(self, stream=None):
+        return (streams().current if stream is None else stream).capture
+
+    def free_bytes(self):
+        return self.bytes.free, self.bytes.total
+
+    def memory(self):
+        there = self.bytes
+        reserved = there.reserved
+        return DeviceMemory(
+            there.free,
+            reserved,
+            there.most_reserved,
+            there.allocated,
+            there.most_allocated,
+            total=there.total,
+        )
+
+    def empty_cache(self):
+        self.bytes.empty_cache()
+
+    def pool(self, allocator):
+        return Pool(allocator)
+
+    def from_pool(self, pool):
+        return _FromPool(pool)
+
+
+class _FromPool(TorchDispatchMode):
+    """What is allocated inside is a pool's."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self._pool = pool
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is torch.ops.aten.empty.memory_format:
+            assert (kwargs or {}).get("dtype") == torch.uint8
+            return self._pool.allocate(args[0][0])
+        return op(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _followed(after):
+    """Functions of streams and events are followed by others inside."""
+    from doubles import streams as module
+
+    owners = {"Event": Event, "Stream": Stream, "cuda": module.Streams}
+    with contextlib.ExitStack() as stack:
+        for name, then in after.items():
+            owner, _, method = name.rpartition(".")
+            replaced(stack, owners[owner or "cuda"], method, _behind, then)
+        yield
+
+
+def _behind(function, then):
+    def run(*args, **kwargs):
+        result = function(*args, **kwargs)
+        then(*args, **kwargs)
+        return result
+
+    return run
+
+
+def replaced(stack, where, name, make, *args):
+    """Put ``make(function, *args)`` in the place of a function until a stack ends."""
+    function = getattr(where, name)
+    stack.callback(setattr, where, name, function)
+    setattr(where, name, make(function, *args))
+
+
+def put_in_torch(stack):
+    """Give ``torch.cpu`` these streams: FSDP2 asks it for them."""
+    doubles = {
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda device=None: streams().current,
+        "stream": current,
+        "synchronize": lambda device=None: streams().synchronize(),
+    }
+    for name, double in doubles.items():
+        replaced(stack, torch.cpu, name, lambda _, new: new, double)

@@ -1,0 +1,347 @@
+"""NCCL on CPU ranks: gloo moves the bytes. Communicators, their policy, their windows.
+
+All collectives of process groups reach ops of ``c10d::``, which have kernels here meanwhile. Such a
+kernel runs what its stream has queued, starts gloo into other memory, and lets the stream copy the
+result when somebody waits for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+
+import torch
+import torch.distributed as dist
+from attrs import define, field
+
+from doubles.gloo import RUNS, reduction_of
+from doubles.streams import Stream, put, streams
+from symmplan.runtime.collectives import NCCL
+from symmplan.torch_private import c10d as names
+
+MiB = 1 << 20
+CPU = torch.device("cpu")
+#: Bytes of a device that a communicator takes when it is first used, by whether it is restricted to
+#: one channel; and of a window.
+BYTES, RESTRICTED, WINDOW = 466 * MiB, 22 * MiB, 40 * MiB
+
+
+@define(eq=False)
+class Communicator:
+    """A process group's.
+
+    Attributes:
+        engines: Whether its policy asks for copy engines.
+        restricted: Whether it has one channel.
+        stream: On which its asynchronous collectives run.
+        windows: The memory that is registered with it.
+        nbytes: What it has taken of the device.
+    """
+
+    engines: bool = False
+    restricted: bool = False
+    stream: object = None
+    windows: list = field(factory=list)
+    nbytes: int = 0
+
+
+class Pool:
+    """A ``torch.cuda.MemPool``.
+
+    Attributes:
+        allocator: Whose memory it holds; None for the device's own.
+        blocks: Its allocations.
+    """
+
+    def __init__(self, allocator=None):
+        self.allocator = allocator
+        self.blocks = []
+
+    def allocate(self, nbytes):
+        block = self.allocator.device.window(nbytes)
+        self.blocks.append(Block.of(block))
+        return block
+
+
+@define(eq=False)
+class Allocator:
+    """NCCL's, of a group's device."""
+
+    device: object
+
+
+@define(eq=False)
+class Block:
+    """An allocation: where its bytes are, as long as they are."""
+
+    begin: int
+    nbytes: int
+    storage: object
+
+    @classmethod
+    def of(cls, tensor):
+        return cls(tensor.data_ptr(), tensor.nbytes, weakref.ref(tensor.untyped_storage()))
+
+    @property
+    def alive(self):
+        return self.storage() is not None
+
+    def holds(self, tensor):
+        return self.alive and self.begin <= tensor.data_ptr() < self.begin + self.nbytes
+
+
+class Network:
+    """The communicators of a process. What replaces `symmplan.torch_private.nccl` are its methods.
+
+    Attributes:
+        device: Of which they take bytes.
+        version_: Of NCCL.
+        kernels: ``(name, group)`` of what has run, as a profile names it.
+        without: Names of process groups that have no communicator.
+        refused: What was refused, also where that was caught.
+    """
+
+    def __init__(self, device, version=(2, 28, 9)):
+        self.device = device
+        self.version_ = version
+        self.kernels, self.without, self.refused = [], set(), []
+        #: Allocations that can be registered, which are no ordinary memory: of torch's, too.
+        self.allocations = []
+        self._of = weakref.WeakKeyDictionary()
+        self._works, self._numbers = [], itertools.count()
+        self._library = None
+
+    # What replaces `symmplan.torch_private.nccl`.
+
+    def version(self):
+        return self.version_
+
+    def serves(self, group):
+        return names.group_name(group) not in self.without
+
+    def has_copy_engine_policy(self):
+        return self.version_ >= (2, 28)
+
+    def copy_engine_options(self):
+        raise AssertionError("gloo has no such options: copy_engine_group makes such groups")
+
+    def subgroup(self, like, ranks, what):
+        group = dist.new_group(
+            list(ranks), backend="gloo", use_local_synchronization=True, group_desc=what
+        )
+        self.communicator(group)
+        return group
+
+    def copy_engine_group(self, like, what):
+        group = self.subgroup(like, dist.get_process_group_ranks(like), what)
+        found = self.communicator(group)
+        found.engines = found.restricted = True
+        self.used(group)
+        return group
+
+    def registers_windows(self, group):
+        return True
+
+    def window_allocator(self, group, device):
+        return Allocator(self.device)
+
+    def register_pool(self, pool, group):
+        """Windows for all that a pool holds.
+
+        Raises:
+            RuntimeError: The pool's memory is not NCCL's, it has none, the communicator has it
+                already, the device is full, or another rank registers other memory.
+        """
+        found = self.used(group)
+        blocks = [block for block in getattr(pool, "blocks", ()) if block.alive]
+        if getattr(pool, "allocator", None) is None or not blocks:
+            self.refuse("NCCL error: invalid argument: no memory of this pool is NCCL's")
+        if any(block in found.windows for block in blocks):
+            self.refuse("NCCL error: invalid usage: the pool is registered already")
+        self.agree(group, [len(found.windows), *(block.nbytes for block in blocks)])
+        self.device.take("windows", WINDOW)
+        found.windows += blocks
+
+    def deregister_pool(self, pool, group):
+        """Take them back.
+
+        Raises:
+            RuntimeError: The communicator does not have them.
+        """
+        found = self.communicator(group)
+        if not pool.blocks or any(block not in found.windows for block in pool.blocks):
+            self.refuse("NCCL error: invalid usage: the pool is not registered")
+        for block in pool.blocks:
+            found.windows.remove(block)
+        self.device.give("windows", WINDOW)
+
+    # The communicators.
+
+    def communicator(self, group):
+        if group not in self._of:
+            self._of[group] = Communicator(stream=Stream())
+        return self._of[group]
+
+    def used(self, group):
+        """A communicator that is connected from now on, and has its bytes."""
+        found = self.communicator(group)
+        if not found.nbytes:
+            nbytes = RESTRICTED if found.restricted else BYTES
+            self.device.take("communicators", nbytes)
+            found.nbytes = nbytes
+        return found
+
+    def refuse(self, what):
+        self.refused.append(what)
+        raise RuntimeError(what)
+
+    def agree(self, group, said):
+        """Let each rank of a group say something, which must be the same. Collective."""
+        told = exchanged(group, said)
+        if any(other != said for other in told):
+            self.refuse(f"NCCL error: ranks register different windows: {told}")
+
+    # Collectives.
+
+    def install(self):
+        """Give ops of ``c10d::`` kernels."""
+        self._library = torch.library.Library("c10d", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there were others, which come back
+            for name, (kind, run) in RUNS.items():
+                schema = getattr(torch.ops.c10d, name).default._schema
+                kernel = self._kernel(schema, kind, run)
+                self._library.impl(name, kernel, "CPU", allow_override=True)
+
+    def uninstall(self):
+        self._library._destroy()
+
+    def _kernel(self, schema, kind, run):
+        def kernel(*args, **kwargs):
+            given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+            given |= {a.name: v for a, v in zip(schema.arguments, args, strict=False)} | kwargs
+            group = dist.ProcessGroup.unbox(given["process_group"])
+            backend = group._get_backend(CPU)
+            asynchronous, stream = given["async_op"], streams().current
+            found = self.used(group)
+            self._name(kind, found, group, _tensors(given), given, asynchronous)
+            stream.run(stream.queued)
+            works, copies = run(backend, given)
+            where = found.stream if asynchronous else stream
+            where.queue(_end_of(works, copies))
+            made = _Work(where, where.queued, works)
+            self._works = [*self._works[-500:], made]  # a box does not keep it
+            return _returned(schema, given, made)
+
+        return kernel
+
+    def _name(self, kind, found, group, tensors, given, asynchronous):
+        """See what runs a collective, and refuse what NCCL refuses."""
+        windows = [w for w in found.windows if w.alive]
+        inside = bool(tensors) and all(any(w.holds(t) for w in windows) for t in tensors)
+        symmetric = any(b.holds(t) for b in self.allocations for t in tensors)
+        abilities = NCCL.get(kind)
+        if found.engines and symmetric and not inside:
+            self.refuse(f"NCCL error: invalid usage: {kind} of memory that is not registered")
+        if found.engines and inside and abilities is not None and abilities.engines:
+            if streams().current.is_default and not asynchronous:
+                self.refuse("NCCL error: invalid argument: copy engines on the default stream")
+            name = "Memcpy PtoP (Device -> Device)"
+        elif (
+            inside
+            and abilities is not None
+            and not abilities.why_not(
+                self.version_, str(tensors[0].dtype)[6:], reduction_of(given) or ""
+            )
+        ):
+            name = f"ncclSymkDevKernel_{kind}"
+        else:
+            name = f"ncclDevKernel_{kind}"
+        self.kernels.append((name, names.group_name(group)))
+        with torch.profiler.record_function(f"{DEVICE_EVENT}{name}"):
+            pass
+
+
+#: How events of the double begin in a profile.
+DEVICE_EVENT = "on the device: "
+
+
+class _Work(dist.Work):
+    """Of a collective; who waits lets the current stream wait."""
+
+    def __init__(self, stream, at, works):
+        super().__init__()
+        self._stream, self._at, self._works = stream, at, works
+
+    def wait(self, timeout=None):
+        stream, at = self._stream, self._at
+        if streams().current is not stream:
+            streams().current.queue(lambda: stream.run(at))
+        return True
+
+    def synchronize(self):
+        self.wait()
+
+    def is_completed(self):
+        reached = self._stream.done >= self._at
+        if not reached and all(work.is_completed() for work in self._works):
+            self._stream.run(self._at)
+        return reached
+
+    def is_success(self):
+        return True
+
+    def get_future(self):
+        self.wait()
+        future = torch.futures.Future()
+        future.set_result([])
+        return future
+
+
+def _end_of(works, copies):
+    """What ends a collective: gloo is done, and its results are where they belong."""
+
+    def done():
+        for work in works:
+            work.wait()
+        for target, source, divisor in copies:
+            if divisor > 1:
+                source.div_(divisor)
+            put(target, source)
+
+    return done
+
+
+def _tensors(given):
+    """Those of a collective."""
+    found, left = [], [v for n, v in given.items() if n != "sparse_indices"]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            left += value
+    return found
+
+
+def _returned(schema, given, work):
+    """What an op returns: what it was given to write, if it has that, and its work."""
+    boxed = work.boxed()
+    if len(schema.returns) == 1:
+        return boxed
+    return given[schema.arguments[0].name], boxed
+
+
+_EXCHANGES = weakref.WeakKeyDictionary()
+
+
+def exchanged(group, said):
+    """What each rank of a group says, in its order; through its store. Collective."""
+    number = _EXCHANGES[group] = _EXCHANGES.get(group, 0) + 1
+    store, rank = names.group_store(group), group.rank()
+    store.set(f"doubles/{number}/{rank}", repr(said))
+    return [
+        eval(store.get(f"doubles/{number}/{r}").decode(), {"__builtins__": {}})
+        for r in range(group.size())
+    ]
