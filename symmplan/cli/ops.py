@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import re
-import sys
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--by-collective",
         action="store_true",
         help="list for each collective the ops that run it, which of their tensors must be "
-        "symmetric, what NCCL offers for it, and what symmplan does with it; as Markdown if "
-        "written to a file",
+        "symmetric, what NCCL offers for it, and what symmplan does with it, as Markdown",
     )
     parser.add_argument(
         "--all", action="store_true", help="also list the ops that are left out, and why"
@@ -170,8 +168,7 @@ def _reason(entry: Entry) -> dict[str, str]:
 def render(result: Mapping[str, Any]) -> str:
     """The result as a list for people."""
     if "collectives" in result:
-        section = _listed if sys.stdout.isatty() else _section
-        return "\n\n".join(map(section, result["collectives"]))
+        return "\n\n".join(map(_section, result["collectives"]))
     parts = []
     if result["ops"]:
         by_namespace = groupby(result["ops"], lambda op: str(op["op"].partition("::")[0]))
@@ -213,18 +210,6 @@ def _section(found: Mapping[str, Any]) -> str:
         where = ", ".join(f"`{name}`" for name in op["symmetric"]) or "-"
         cells = where, *(_CODE.sub(r"`\g<0>`", op[key] or "-") for key in ("nccl", "shm", "note"))
         lines.append(" | ".join((f"| `{op['op']}`", *cells)) + " |")
-    return "\n".join(lines)
-
-
-def _listed(found: Mapping[str, Any]) -> str:
-    """A collective, for a terminal."""
-    lines = [f"{found['collective']}:", *(f"  {what}: {s}" for what, s in _facts_of_nccl(found))]
-    for op in found["ops"]:
-        lines += ["", f"  {op['op']}  {', '.join(op['symmetric'])}".rstrip()]
-        same = op["nccl"] == op["shm"]
-        lines += [f"    over NCCL{' and in shared memory' * same}: {op['nccl']}"]
-        lines += [] if same else [f"    in shared memory: {op['shm']}"]
-        lines += [f"    {op['note']}"] if op["note"] else []
     return "\n".join(lines)
 
 
