@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import inspect
 import sys
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from symmplan.errors import CommandError
@@ -78,13 +78,13 @@ def check_program(text: str) -> None:
     name, function = _parts(text)
     try:
         source = _source_of(name)
-        tree = ast.parse(source.read_text(encoding="utf-8"), str(source))
+        code = compile(source.read_text(encoding="utf-8"), str(source), "exec")
     except (ImportError, OSError, ValueError, SyntaxError) as error:
         raise _absent(text, error) from error
-    bound = {bound for node in _of_module(tree) for bound in _names(node)}
-    if function not in bound and "*" not in bound and "__getattr__" not in bound:
-        known = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-        there = ", ".join(f"{name}:{k}" for k in known if not k.startswith("_"))
+    # The names of the module's own code, not of its functions; `import *` may bind any.
+    if {function, "__getattr__"}.isdisjoint(code.co_names) and ("*",) not in code.co_consts:
+        own = [part.co_name for part in code.co_consts if isinstance(part, CodeType)]
+        there = ", ".join(f"{name}:{k}" for k in own if k.isidentifier() and k[0] != "_")
         raise CommandError(
             f"module {name!r} has no function {function!r}",
             expected="a function without arguments",
@@ -132,27 +132,6 @@ def _source_of(name: str) -> Path:
 def _look_here() -> None:
     if not {"", str(Path.cwd())} & set(sys.path):
         sys.path.insert(0, str(Path.cwd()))
-
-
-def _of_module(node: ast.AST) -> list[ast.AST]:
-    """What a module runs when it is imported: all nodes outside of functions and classes."""
-    found: list[ast.AST] = []
-    for child in ast.iter_child_nodes(node):
-        found.append(child)
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found += _of_module(child)
-    return found
-
-
-def _names(node: ast.AST) -> list[str]:
-    """The names that a node binds."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [node.name]
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return [alias.asname or alias.name for alias in node.names]
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-        return [node.id]
-    return []
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:
