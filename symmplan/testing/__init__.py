@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from symmplan.testing.oracles import heaviest_set as heaviest_set
     from symmplan.testing.oracles import linear_extensions as linear_extensions
     from symmplan.testing.oracles import lowest_peak as lowest_peak
-    from symmplan.testing.oracles import unsynchronised as unsynchronised
 
 _MODULES = {
     "conformance": (
@@ -39,7 +38,7 @@ _MODULES = {
     "declaration": ("Contradiction", "DeclarationReport", "Fact", "check_declaration"),
     "oracles": (
         *("conflicts", "happens_before", "heaviest_set"),
-        *("linear_extensions", "lowest_peak", "unsynchronised"),
+        *("linear_extensions", "lowest_peak"),
     ),
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}

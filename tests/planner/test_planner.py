@@ -10,11 +10,12 @@ from attrs import evolve
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from strategies import interval_problems, problems
+from unsynchronised import unsynchronised
 
 from symmplan.errors import PlanningError, VerificationError
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan
-from symmplan.testing import conflicts, heaviest_set, lowest_peak, unsynchronised
+from symmplan.testing import conflicts, heaviest_set, lowest_peak
 
 MANY = settings(max_examples=int(os.environ.get("SYMMPLAN_EXAMPLES", "180")), deadline=None)
 SOME = settings(max_examples=80, deadline=None)

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from instances import steady_stream, stream_program
 from steps import lines_of
 from strategies import problems
+from unsynchronised import unsynchronised
 
 import symmplan.planner.verify as verify_package
 from symmplan.errors import PlanningError, VerificationError
 from symmplan.model import Access, Barrier, Bound, Buffer, Operation, Placement, Problem
 from symmplan.planner import plan
-from symmplan.testing import conflicts, unsynchronised
+from symmplan.testing import conflicts
 
 
 def rich():
