@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
+from collections import deque
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
@@ -102,10 +103,9 @@ class Process:
     #: read by `symmplan.segments`.
     arenas: WeakValueDictionary[int, Any] = field(factory=WeakValueDictionary)
     arenas_made: int = 0
-    #: The segment cache: ``{number: Arena}`` of what nobody leases, and how many came there, which
-    #: is equal on ranks that did the same: written and read by `symmplan.memory.cache`.
+    #: The segment cache: ``{number: Arena}`` of what nobody leases: written by `Arena`, read and
+    #: emptied by `symmplan.memory.cache`.
     cache: dict[int, Any] = field(factory=dict)
-    cached: int = 0
     #: ``{(ranks, memory backend, device): {number: Arena}}`` of the segments that the programs of
     #: those ranks have parts of: written and read by `symmplan.memory.pool`.
     pool: dict[Any, dict[int, Any]] = field(factory=dict)
@@ -115,6 +115,12 @@ class Process:
     #: What must not be freed while the process lives: written where that is found out, read by
     #: torch's symmetric memory, which adds nothing twice. A child has it, too.
     kept: list[Any] = field(factory=list, metadata=_INHERITED)
+    #: What is due for objects that the program has dropped: written where they end, and done by
+    #: `end_dropped`.
+    dropped: deque[Any] = field(factory=deque)
+    #: ``(weak reference to the storage, number of the arena, HeldSegment)`` of released segments
+    #: that tensors keep: written by `Arena`, read by `symmplan.segments`.
+    left: list[tuple[Any, int, Any]] = field(factory=list)
     #: Whether ``memory="auto"`` is CUDA's memory on devices; else that is open, or the choice of
     #: torch's allocator: written and read by `resolve_backend`.
     cuda_memory: bool = False
@@ -196,6 +202,11 @@ class Process:
     #: How a rank of `symmplan.testing` speaks to who started it: written when it begins, read by
     #: `mark`.
     parent: Any = None
+
+    def number_arena(self) -> int:
+        """Number of the next arena. Collective: no."""
+        self.arenas_made += 1
+        return self.arenas_made - 1
 
     def reset(self) -> None:
         """Be as when the process began, but for `kept`; for tests that hold nothing of symmplan's.

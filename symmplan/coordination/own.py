@@ -6,15 +6,31 @@
     not take these for the program's: they are in no recording and no plan. So everything that
     symmplan runs by itself runs inside `own_work`, and a session ignores it. This holds for one
     thread; the program may go on in another.
+
+[Note: dropped objects]
+    A program may drop a backend, a model or an arena without a word. Then its memory is given back,
+    on each rank by itself, at a moment of its own: nothing collective may happen there. The garbage
+    collector may find the object in the midst of any statement, so inside `own_work`, which may
+    hold a lock or count the users of a segment, it only notes what is to be done. That is done when
+    the outermost `own_work` of the thread ends. While a CUDA graph is being captured, nobody can
+    wait for the device, so it is done later, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any
 
 from symmplan.process import PROCESS
 
-__all__ = ["in_own_work", "own_work"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["at_drop", "end_dropped", "in_own_work", "own_work"]
+
+_LOG = logging.getLogger("symmplan")
 
 
 class _OwnWork(contextlib.ContextDecorator):
@@ -25,6 +41,8 @@ class _OwnWork(contextlib.ContextDecorator):
 
     def __exit__(self, *error: object) -> None:
         PROCESS.thread.own_work -= 1
+        if PROCESS.dropped:
+            end_dropped()
 
 
 #: ``with own_work:`` or ``@own_work``. See [Note: own work].
@@ -34,3 +52,37 @@ own_work = _OwnWork()
 def in_own_work() -> bool:
     """Whether this thread is in work of symmplan's own: what it calls is not the program's."""
     return PROCESS.thread.own_work > 0
+
+
+def at_drop(thing: Any, act: Callable[[], None]) -> weakref.finalize[..., Any]:
+    """Do something once nobody has an object any more. See [Note: dropped objects].
+
+    Args:
+        thing: The object, to which ``act`` must not refer.
+        act: Does nothing collective.
+    """
+    finalizer = weakref.finalize(thing, _dropped, act)
+    finalizer.atexit = False
+    return finalizer
+
+
+def _dropped(act: Callable[[], None]) -> None:
+    PROCESS.dropped.append(act)
+    end_dropped()
+
+
+def end_dropped() -> None:
+    """Do what is due for objects that were dropped, unless it has to wait. Collective: no."""
+    here = [d for d in PROCESS.devices.copy().values() if d.is_accelerator and d.is_available()]
+    if in_own_work() or any(device.is_capturing() for device in here):
+        return
+    with contextlib.suppress(IndexError):  # another thread may do the last
+        while PROCESS.dropped:
+            act = PROCESS.dropped.popleft()
+            PROCESS.thread.own_work += 1
+            try:
+                act()
+            except Exception:  # noqa: BLE001 (the statement that is interrupted goes on)
+                _LOG.exception("the memory of a dropped object could not be given back")
+            finally:
+                PROCESS.thread.own_work -= 1

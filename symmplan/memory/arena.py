@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 from symmplan.coordination.agreement import compare_notes
 from symmplan.coordination.exchange import Exchange
 from symmplan.coordination.groups import resolve_groups
-from symmplan.coordination.own import own_work
+from symmplan.coordination.own import at_drop, own_work
+from symmplan.device import device_of
 from symmplan.errors import OptionError, ReleasedError, RunError
 from symmplan.memory.beyond import counting
 from symmplan.memory.device_memory import require_left
 from symmplan.memory.health import Health
+from symmplan.memory.held import note_released
 from symmplan.memory.leased import lease_out
+from symmplan.memory.placed_tensor import view_of
 from symmplan.memory.races import RaceDetector
 from symmplan.memory.resolve import resolve_backend
 from symmplan.memory.segment import Segment
@@ -52,6 +56,7 @@ class Arena:
         hosts: The arenas whose segments its own are parts of.
         released: Whether `release` ran.
         races: The race detector; None unless it was asked for and is possible.
+        number: Its number in this process; ``numbered`` if it is equal on all of its ranks.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class Arena:
         user: str = "",
         races: RaceDetector | None = None,
         hosts: Sequence[Arena] = (),
+        number: int | None = None,
     ) -> None:
         self.plan = plan
         self.memory = memory
@@ -77,8 +83,9 @@ class Arena:
             host.tenants.append(user)
         self.races = races
         self.released = False
-        PROCESS.arenas[PROCESS.arenas_made] = self
-        PROCESS.arenas_made += 1
+        self.numbered = number is not None
+        self.number = PROCESS.number_arena() if number is None else number
+        self.know()
 
     def __enter__(self) -> Self:
         return self
@@ -92,6 +99,21 @@ class Arena:
             f"<Arena {self.memory}: {len(self.segments)} segments, "
             f"{self.segment_bytes} bytes{state}>"
         )
+
+    def know(self) -> None:
+        """Be an arena of this process, whose memory is given back once nobody has it."""
+        PROCESS.arenas[self.number] = self
+        self._drop = at_drop(self, copy.copy(self).dropped)
+
+    def dropped(self) -> None:
+        """Take the place of an equal arena that was dropped, and end its use."""
+        self.know()
+        segments = self.segments.values()
+        if any(s.health.reason and device_of(s.tensor.device).is_accelerator for s in segments):
+            PROCESS.kept.append(self)  # a kernel may wait there for a peer, for ever
+            return
+        self.tenants.clear()
+        self.give_back()
 
     @property
     def segment_bytes(self) -> int:
@@ -129,8 +151,6 @@ class Arena:
 
         Collective: no.
         """
-        import torch
-
         if self.released:
             raise ReleasedError(
                 f"buffer {name!r} was asked for after the arena's release",
@@ -148,36 +168,10 @@ class Arena:
                 fix="ask for a buffer of arena.plan.placements",
                 buffer=name,
             )
-        flat = self.segments[placement.segment].tensor[placement.offset : placement.end]
-        wanted = torch.uint8 if dtype is None else dtype
-        if not isinstance(wanted, torch.dtype):
-            raise RunError(
-                f"buffer {name!r} was asked for in the type {wanted!r}",
-                expected="a torch.dtype",
-                got=repr(wanted),
-                fix="pass a dtype, such as torch.float32",
-                buffer=name,
-            )
-        count = placement.nbytes // wanted.itemsize
-        if shape is not None:
-            count = 1
-            for extent in shape:
-                count *= extent
-        nbytes = count * wanted.itemsize
-        if nbytes > placement.nbytes or placement.offset % wanted.itemsize:
-            raise RunError(
-                f"buffer {name!r} in segment {placement.segment!r} at bytes "
-                f"[{placement.offset}, {placement.end}) does not fit {wanted} "
-                f"{'' if shape is None else tuple(shape)}",
-                expected=f"at most {placement.nbytes} bytes, offset a multiple of "
-                f"{wanted.itemsize}",
-                got=f"{nbytes} bytes",
-                fix="ask for fewer elements, or plan a larger buffer with a larger align",
-                buffer=name,
-                segment=placement.segment,
-            )
-        view = flat[:nbytes].view(wanted)
-        return view if shape is None else view.view(tuple(shape))
+        if not self.frees:  # and when a tensor ends, nobody notices: nobody else gets the bytes
+            self._drop.detach()
+            self._drop = at_drop(self, copy.copy(self).release)
+        return view_of(self.segments[placement.segment], placement, name, dtype, shape)
 
     @own_work
     def join(self, more: Mapping[str, Mapping[str, Any]]) -> int:
@@ -232,8 +226,9 @@ class Arena:
         self.rendezvous += len(new)
         return len(new)
 
+    @own_work
     def release(self) -> None:
-        """Release all segments. Idempotent.
+        """Release all segments. Idempotent. An arena that is dropped releases them, too.
 
         Tensors that still view a segment keep its memory alive, but symmplan's ops refuse them.
 
@@ -242,8 +237,10 @@ class Arena:
         if self.released:
             return
         self.released = True
+        self._drop.detach()
         if self.races is not None:
             self.races.end()
+        note_released(self)
         for segment in reversed(self.segments.values()):
             segment.release()
         for host in self.hosts:
@@ -276,6 +273,7 @@ class Arena:
             within=within,
         )
 
+    @own_work
     def give_back(self, tenant: str | None = None) -> None:
         """End a tenant's use. Idempotent.
 
@@ -295,11 +293,10 @@ class Arena:
             return
         segments = self.segments.values()
         spoilt = any(s.held() or s.health.reason is not None or s.unmet for s in segments)
-        if not segments or self.frees or spoilt:
+        if not segments or self.frees or spoilt or not self.numbered:
             self.release()
         else:
-            PROCESS.cached += 1
-            PROCESS.cache[PROCESS.cached] = self
+            PROCESS.cache[self.number] = self
 
 
 @own_work
@@ -395,7 +392,8 @@ def realize(
             exchange.round("allocated", b"")
             for name, group in rendezvous_order(plan):
                 backends[name].rendezvous(segments[name], members[group], exchange)
-        exchange.round("ready", b"")
+        number = PROCESS.number_arena()
+        said = exchange.round("ready", b"%d" % number)
         for backend in backends.values():
             backend.settle()
         exchange.finish()
@@ -409,6 +407,7 @@ def realize(
     if races is not None:
         races.follow(plan.placements)
         races.begin()
+    alike = all(text == b"%d" % number for texts in said.values() for text in texts)
     return Arena(
         plan,
         memory,
@@ -417,6 +416,7 @@ def realize(
         user=user,
         races=races,
         hosts=tuple(arena for arena, _ in within.values()),
+        number=number if alike else None,
     )
 
 

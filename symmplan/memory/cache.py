@@ -15,8 +15,9 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from symmplan.coordination.all_gather import all_gather_json, leaders
+from symmplan.coordination.all_gather import all_agree, all_gather_json, leaders
 from symmplan.coordination.groups import resolve_groups
+from symmplan.coordination.own import own_work
 from symmplan.device import kind_of
 from symmplan.memory import agree, realize
 from symmplan.memory.streams import synchronize
@@ -46,10 +47,11 @@ def fits(plan: Plan, arena: Arena) -> bool:
 
 def cached_bytes(device: torch.device) -> int:
     """Bytes of the largest arena that nobody uses. Collective: no."""
-    cached = PROCESS.cache.values()
+    cached = PROCESS.cache.copy().values()
     return max((a.segment_bytes for a in cached if _device_of(a) == device), default=0)
 
 
+@own_work
 def obtain(
     plan: Plan,
     groups: Mapping[str, Any],
@@ -85,16 +87,15 @@ def obtain(
     if kind_of(device).is_accelerator:
         found = {
             number: arena
-            for number, arena in PROCESS.cache.items()
+            for number, arena in PROCESS.cache.copy().items()
             if _device_of(arena) == device and _serves(arena, plan, memory, groups)
         }
-        number = min(found, key=lambda n: found[n].segment_bytes, default=-1)
-        names = dict.fromkeys(leaders(groups).values())
-        said = all_gather_json("cached", dict.fromkeys(names, number), groups, timeout)
-        if found and all(n == number for ns in said.values() for n in ns):
+        number = _common(found, groups, timeout)
+        if number is not None:
+            synchronize(device)  # work of who dropped it may still use the bytes
             agree(plan, groups, timeout)
             cached: Arena = PROCESS.cache.pop(number)
-            cached.user, cached.tenants = user, [user]
+            cached.user, cached.tenants[:] = user, [user]
             return cached, False
     arena = realize(
         plan,
@@ -158,6 +159,21 @@ def borrowed(
         raise
     there.clear()
     arena.give_back()
+
+
+def _common(found: Mapping[int, Arena], groups: Mapping[str, Any], timeout: float) -> int | None:
+    """Number of the smallest arena that all ranks have found; None if there is none.
+
+    A model that was dropped ends on each rank at a moment of its own.
+
+    Collective: yes, over those groups.
+    """
+    mine = sorted(found, key=lambda n: (found[n].segment_bytes, n))
+    names = dict.fromkeys(leaders(groups).values())
+    said = all_gather_json("cached", dict.fromkeys(names, mine), groups, timeout)
+    lists = [numbers for texts in said.values() for numbers in texts]
+    first = [n for n in mine if all(isinstance(m, list) and n in m for m in lists)][:1]
+    return first[0] if all_agree("cached arena", first, groups, timeout) else None
 
 
 def _device_of(arena: Arena) -> torch.device:

@@ -6,15 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from symmplan.errors import BackendError
+from symmplan.errors import BackendError, RunError
 from symmplan.memory.segment import located, used_after_release
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from symmplan.memory.segment import Rendezvous, Segment
+    from symmplan.model import Placement
 
-__all__ = ["PlacedTensor", "handle"]
+__all__ = ["PlacedTensor", "handle", "view_of"]
 
 
 @frozen
@@ -96,3 +99,55 @@ def handle(tensor: torch.Tensor, group: str | Any | None = None) -> PlacedTensor
         world_size=rendezvous.group.size,
         rendezvous=rendezvous,
     )
+
+
+def view_of(
+    segment: Segment,
+    placement: Placement,
+    name: str,
+    dtype: torch.dtype | None,
+    shape: Sequence[int] | None,
+) -> torch.Tensor:
+    """The bytes of a placement as a tensor.
+
+    Args:
+        segment: The segment of the placement.
+        placement: Where the bytes are.
+        name: Name of the buffer, for messages.
+        dtype: Element type; uint8 if None.
+        shape: Shape in elements; one dimension over the whole placement if None.
+
+    Raises:
+        RunError: The placement is too small for that shape, or ``dtype`` is no type.
+    """
+    import torch
+
+    flat = segment.tensor[placement.offset : placement.end]
+    wanted = torch.uint8 if dtype is None else dtype
+    if not isinstance(wanted, torch.dtype):
+        raise RunError(
+            f"buffer {name!r} was asked for in the type {wanted!r}",
+            expected="a torch.dtype",
+            got=repr(wanted),
+            fix="pass a dtype, such as torch.float32",
+            buffer=name,
+        )
+    count = placement.nbytes // wanted.itemsize
+    if shape is not None:
+        count = 1
+        for extent in shape:
+            count *= extent
+    nbytes = count * wanted.itemsize
+    if nbytes > placement.nbytes or placement.offset % wanted.itemsize:
+        raise RunError(
+            f"buffer {name!r} in segment {placement.segment!r} at bytes "
+            f"[{placement.offset}, {placement.end}) does not fit {wanted} "
+            f"{'' if shape is None else tuple(shape)}",
+            expected=f"at most {placement.nbytes} bytes, offset a multiple of {wanted.itemsize}",
+            got=f"{nbytes} bytes",
+            fix="ask for fewer elements, or plan a larger buffer with a larger align",
+            buffer=name,
+            segment=placement.segment,
+        )
+    view = flat[:nbytes].view(wanted)
+    return view if shape is None else view.view(tuple(shape))

@@ -32,6 +32,7 @@ from attrs import define, field
 from symmplan.coordination.agreement import agree, no_note
 from symmplan.coordination.exchange import Exchange
 from symmplan.coordination.groups import resolve_groups
+from symmplan.coordination.own import own_work
 from symmplan.coordination.world import current
 from symmplan.memory import cache
 from symmplan.memory.arena import realize
@@ -64,6 +65,7 @@ _ALIGN = 4096
 _Said = dict[str, list[list[Any]]]
 
 
+@own_work
 def obtain(
     plan: Plan,
     groups: Mapping[str, Any],

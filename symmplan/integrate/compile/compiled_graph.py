@@ -365,6 +365,7 @@ class CompiledGraph:
             if part.taken[0] is not arena or arena.released:
                 taken = [i.of(arena.segments[i.segment].tensor) for i in part.inputs]
                 part.taken = (arena, taken)
+                shared.taken_by.add(part)
             args.extend(part.taken[1])
             copies = self.pinned_inputs.enter(part.name, args)
             with own_work:

@@ -13,6 +13,7 @@ from attrs import define, evolve, field
 
 from symmplan.coordination.agreement import agree
 from symmplan.coordination.groups import resolve_groups
+from symmplan.coordination.own import at_drop
 from symmplan.coordination.world import current
 from symmplan.errors import RunError
 from symmplan.integrate.compile.places import PinnedPart, Place
@@ -21,6 +22,8 @@ from symmplan.integrate.compile.progress import Progress
 from symmplan.integrate.compile.turns import Shared, released
 from symmplan.memory.streams import synchronize
 from symmplan.planner.fingerprint import visible
+from symmplan.process import PROCESS
+from symmplan.report.log import LOG
 from symmplan.runtime.engines import known_of, register
 from symmplan.torch_private import c10d
 
@@ -72,6 +75,7 @@ class Pool:
 
     def __attrs_post_init__(self) -> None:
         self.progress = Progress(self.preparation.options.timeout)
+        at_drop(self, self.progress.release)
 
     @property
     def arenas(self) -> tuple[Arena, ...]:
@@ -88,6 +92,7 @@ class Pool:
 
         Collective: yes, over the groups of these names, the first time for them.
         """
+        self._forget()
         found = {n: g.process_group for n, g in resolve_groups(names).items()}
         groups = {n: g for n, g in found.items() if g is not None}
         key = tuple(groups.values())
@@ -152,12 +157,6 @@ class Pool:
         named = {n: g.process_group for n, g in resolve_groups(group_names(plan)).items()}
         groups = list(named.values())
         shared = self._shared.get(key)
-        if shared is not None and shared.groups != groups:
-            del self._shared[key]
-            shared.clear()
-            self.progress.remove(shared.arena)
-            shared.arena.give_back()  # of a process group that is gone; another has its name
-            shared = None
         shown = visible(plan, barriers)
         # Names of groups, which fingerprints leave out, are this rank's own affair.
         problem = shown.problem
@@ -175,6 +174,7 @@ class Pool:
         if self.preparation.refusal is not None:
             return None
         if found is not None:
+            self._tell(found)
             self.progress.add(found)
         if shared is None:
             assert found is not None
@@ -189,6 +189,33 @@ class Pool:
             self.rendezvous += _meet_engines(shared, named)
         shared.agreed[like] = plan
         return shared, plan
+
+    def _tell(self, new: Arena) -> None:
+        """Say what functions hold that other backends compiled, and that may be of no use."""
+        mine = (new, *self.arenas, *(part.arena for part in self.pinned))
+        found = [a for a in PROCESS.arenas.values() if a not in mine and not a.released]
+        nbytes = sum(a.segment_bytes for a in found if a.user == self.preparation.user)
+        if nbytes:
+            LOG.info(
+                "compiled functions of other backends hold %s bytes until they and their backends "
+                "are dropped, and torch.compiler.reset() is called",
+                f"{nbytes:,}",
+            )
+
+    def _forget(self) -> None:
+        """Give back what belongs to process groups that are gone; others may have their names."""
+        for key, shared in list(self._shared.items()):
+            if not _are_known(shared.groups):
+                del self._shared[key]
+                shared.clear()
+                self.progress.remove(shared.arena)
+                shared.arena.give_back()
+        for part in self.pinned:
+            if not _are_known(place.process_group for place in part.places.values()):
+                part.release()
+        self.pinned = [part for part in self.pinned if not part.arena.released]
+        self.pinnings = {pinning for pinning in self.pinnings if _are_known(pinning[:1])}
+        self.rooms = {groups: room for groups, room in self.rooms.items() if _are_known(groups)}
 
     def _room_for(
         self,
@@ -259,6 +286,11 @@ class Pool:
             if not shared.released:
                 shared.release()
         self.progress.release()
+
+
+def _are_known(groups: Iterable[Any]) -> bool:
+    """Whether process groups are those of this process yet."""
+    return all(group is None or c10d.is_registered(group) for group in groups)
 
 
 def _meet_engines(shared: Shared, groups: dict[str, Any]) -> int:

@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from attrs import define, field
 
@@ -36,6 +37,7 @@ from symmplan.device import device_of
 from symmplan.errors import ReleasedError, RunError
 from symmplan.integrate.compile.crossing import CrossingLease
 from symmplan.integrate.compile.plans import is_unmet
+from symmplan.memory.held import keep
 from symmplan.memory.leased import lease_out
 from symmplan.memory.streams import synchronize
 from symmplan.runtime.engines import register_known
@@ -73,6 +75,7 @@ class Shared:
         lock: Held while a graph runs in them.
         runs: How many began.
         by_place: The bytes of each crossing buffer that a graph has had so far.
+        taken_by: The parts that have inputs in the segments.
     """
 
     arena: Arena
@@ -92,6 +95,7 @@ class Shared:
     _stream: tuple[Any, int] = field(init=False, default=(None, 0))
     runs: int = field(init=False, default=0)
     by_place: dict[Placement, CrossingLease] = field(init=False, factory=dict)
+    taken_by: WeakSet[PlannedPart] = field(init=False, factory=WeakSet)
     _moving: bool = field(init=False, default=False)
     _captured: bool = field(init=False, default=False)
 
@@ -194,7 +198,9 @@ class Shared:
             if last is not None and last != stream and its_capture == capture:
                 stream.wait_stream(last)
             self._stream = stream, capture
-            self._captured = self._captured or bool(capture)  # a CUDA graph has the addresses
+            if capture and not self._captured:
+                self._captured = True
+                keep(self.arena)
 
     def _meet(self, plan: Plan) -> None:
         last = self._last or plan
@@ -229,8 +235,14 @@ class Shared:
                 self._take(there)
         if saved:
             synchronize(self.device)  # what was saved has been copied
+        self._forget_inputs()
         self.progress.remove(old)
         old.give_back()
+
+    def _forget_inputs(self) -> None:
+        for part in self.taken_by:
+            part.taken = (None, ())
+        self.taken_by.clear()
 
     def release(self) -> None:
         """Give the segments back; what was saved is copied out. Collective: no."""
@@ -332,6 +344,7 @@ class Shared:
 
     def clear(self) -> None:
         """Copy everything out that was saved; what cannot move keeps the memory it lies in."""
+        self._forget_inputs()
         for lease in self.by_place.values():
             if lease.held:
                 lease.move(lease.tensor.clone())

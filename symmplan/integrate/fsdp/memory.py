@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from symmplan.capture.fsdp_memory import needed
 from symmplan.capture.fsdp_recording import Look
 from symmplan.coordination.all_gather import all_agree
 from symmplan.coordination.groups import resolve_groups
+from symmplan.coordination.own import at_drop
 from symmplan.device import device_of
 from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp.push import Pushes
@@ -92,7 +93,7 @@ class Memory:
         self._views: dict[tuple[Placement, torch.dtype], torch.Tensor] = {}
         self._pushes: dict[str, Pushes] = {}
         # Not a method of this object, which must be able to end.
-        weakref.finalize(self, _give_back_all, self._arenas, self._older).atexit = False
+        at_drop(self, functools.partial(_give_back_all, self._arenas, self._older))
 
     @property
     def reached(self) -> dict[str, Any]:

@@ -18,11 +18,13 @@ import torch
 
 from symmplan.coordination.all_gather import all_agree
 from symmplan.coordination.world import current
+from symmplan.device import device_of
 from symmplan.errors import BackendError, RunError
 from symmplan.integrate.moe.device_rows import DeviceRows, has_kernels, signals_nbytes
 from symmplan.integrate.moe.exchanges import RowPushes, plain
 from symmplan.integrate.moe.host_rows import HostRows
 from symmplan.integrate.moe.routes import PaddedRoutes, Routes
+from symmplan.memory.held import keep
 from symmplan.memory.kernels import as_bytes
 from symmplan.memory.streams import synchronize
 from symmplan.memory.topology import served
@@ -142,6 +144,9 @@ class RowSlot:
         """
         if algorithm == "symmetric":
             assert self.kernels is not None
+            assert self.arena is not None
+            if device_of(self._device).is_capturing():
+                keep(self.arena)
             room = routes.most if isinstance(routes, PaddedRoutes) else _CHECKED
             return self.kernels.push(result, rows, routes, room)
         if algorithm == "ordinary":
