@@ -229,9 +229,7 @@ def check_offsets(problem: Problem, offsets: Mapping[str, int]) -> int:
     return max((offsets[n] + b.nbytes for n, b in buffers.items()), default=0)
 
 
-def check_packer(
-    pack: Packer, *, examples: int = 100, alignment: bool = True, partial_order: bool = True
-) -> None:
+def check_packer(pack: Packer, *, examples: int = 100) -> None:
     """Run a packer through the conformance kit.
 
     It must place every buffer, aligned, without a conflict; never need more than all buffers side
@@ -241,8 +239,6 @@ def check_packer(
     Args:
         pack: Gives byte offsets by buffer name for a problem with one group and no constraints.
         examples: Generated problems of each kind.
-        alignment: Whether the packer supports alignments other than 1.
-        partial_order: Whether it supports more than one stream.
 
     Raises:
         VerificationError: A packing is wrong.
@@ -256,16 +252,7 @@ def check_packer(
         _check_one(pack, problem)
 
     @options
-    @given(
-        problems(
-            max_streams=3 if partial_order else 1,
-            aligns=(1, 2, 4) if alignment else (1,),
-            groups=("g",),
-            remote=False,
-            constraints=False,
-            pins=False,
-        )
-    )
+    @given(problems(groups=("g",), remote=False, constraints=False, pins=False))
     def partial(problem: Problem) -> None:
         _check_one(pack, problem)
 
