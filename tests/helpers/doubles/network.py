@@ -140,6 +140,9 @@ class Network:
         self.used(group)
         return group
 
+    def communicator_bytes(self, groups):
+        return sum(self.communicator(group).nbytes for group in groups)
+
     def registers_windows(self, group):
         return True
 
