@@ -12,6 +12,7 @@ All sides get the same rows, and must return the same bits.
 
 ``dispatch`` includes the exchange of counts. ``layers`` is forward and backward of layers whose
 experts are two matrix products. If routes are padded, the experts also compute on the padding.
+A size whose tensors do not fit the device is left out, and the output says so.
 Routes are uneven and change in each round. Sides alternate. The time of a round is that of its
 slowest rank. The results are medians. On devices dispatch and combine run several times per round,
 and the host time is the time until all calls have returned.
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.bench.parts import command, timing
 from symmplan.bench.parts.command import Option
+from symmplan.errors import CommandError
 from symmplan.report.format import count, size
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ __all__ = ["add_arguments", "render", "run"]
 _WARM_UP = 3
 #: How often a dispatch or combine runs in a round, on a device and elsewhere.
 _OFTEN = {"cuda": 20, "cpu": 1}
+#: How many sides a device has.
+_SIDES = 5
 _SHAPES = ("dispatch", "combine", "layers")
 _OPTIONS = (
     Option(
@@ -66,7 +70,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     command.check_peers(args.ranks)
     about, ranks = command.measured(_measure, command.settings_of(args, _OPTIONS), args)
-    return command.compared(about, ranks, _row)
+    left_out = ranks[0]["left_out"]
+    if not ranks[0]["rows"]:
+        raise CommandError(
+            "nothing was measured: " + "; ".join(map(_too_large, left_out)),
+            expected="sizes that fit the device",
+            got=", ".join(map(str, about["tokens"])),
+            fix="pass fewer --tokens, or a smaller --width",
+        )
+    return {**command.compared(about, ranks, _row), "left_out": left_out}
 
 
 def _row(rounds: dict[str, list[float]]) -> dict[str, Any]:
@@ -91,14 +103,59 @@ def render(result: dict[str, Any]) -> str:
     needs = ", ".join(f"{size(nbytes)} for {tokens} tokens" for tokens, nbytes in segments.items())
     wrong = [f"{row['what']} of {row['tokens']} tokens" for row in results if not row["equal"]]
     equal = f"NOT THE SAME RESULTS: {', '.join(wrong)}" if wrong else "all sides: the same results"
-    return "\n".join([*lines, "", f"symmetric memory: {needs}", equal])
+    lines += ["", f"symmetric memory: {needs}", *map(_too_large, result["left_out"]), equal]
+    return "\n".join(lines)
+
+
+def _too_large(row: dict[str, Any]) -> str:
+    sizes = f"{size(row['needs'])} needed, {size(row['free'])} free"
+    return f"left out: {row['what']} of {row['tokens']} tokens, {sizes}"
 
 
 def _measure(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     """What every rank runs."""
-    kinds = [(what, n) for n in settings["tokens"] for what in _SHAPES]
+    free = _least_free(timing.device_of(settings, rank))
+    kinds, left_out = [], []
+    for tokens in settings["tokens"]:
+        for what in _SHAPES:
+            needs = _bytes_of(what, tokens, settings)
+            if free is None or needs <= free:
+                kinds.append((what, tokens))
+            else:
+                left_out.append({"what": what, "tokens": tokens, "needs": needs, "free": free})
     shown = timing.marked(kinds, lambda kind: f"{kind[0]} of {kind[1]} tokens")
-    return {"rows": [_compare(what, tokens, rank, settings) for what, tokens in shown]}
+    rows = [_compare(what, tokens, rank, settings) for what, tokens in shown]
+    return {"rows": rows, "left_out": left_out}
+
+
+def _least_free(device: torch.device) -> int | None:
+    """The least bytes that tensors may still take on the device of a rank; None on the CPU.
+
+    Collective: yes.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from symmplan.memory.device_memory import device_memory
+
+    there = device_memory(device)
+    if there is None:
+        return None
+    free = torch.tensor(there.free + there.reserved - there.allocated, device=device)
+    dist.all_reduce(free, op=dist.ReduceOp.MIN)
+    return int(free.item())
+
+
+def _bytes_of(what: str, tokens: int, settings: dict[str, Any]) -> int:
+    """Bytes of the tensors of all sides, at most: 16-bit rows on a device."""
+    sent: int = 2 * tokens * settings["width"]
+    received = int(settings["capacity"] * sent)
+    experts = 2 * settings["layers"] * settings["width"] ** 2
+    # Each side has rows and a result; three have a segment, for what comes and what returns.
+    nbytes: int = sent + experts + _SIDES * 2 * received + 3 * 2 * received
+    if what == "layers":  # saved for backward, once more for the graph, which keeps its memory
+        nbytes += 2 * settings["layers"] * (4 * received + 2 * sent)
+    return nbytes
 
 
 def _compare(what: str, tokens: int, rank: int, settings: dict[str, Any]) -> dict[str, Any]:
@@ -214,6 +271,8 @@ class _Exchanging:
 
     def run(self) -> torch.Tensor:
         """One round."""
+        from symmplan.torch_private.benches import waited
+
         via, work = self._via, self._work
         for _ in range(work.often):
             if work.what == "combine":
@@ -222,6 +281,8 @@ class _Exchanging:
                 made = self._layers()
             else:
                 made = via.dispatch(work.source, via.routes(self._counts, **self._more))
+            if isinstance(via, _Plain):  # as its user would
+                made = waited(made)
         return made  # type: ignore[no-any-return]
 
     def _layers(self) -> torch.Tensor:

@@ -9,6 +9,7 @@ __all__ = [
     "all_to_all_single_autograd",
     "enable_symmetric_memory",
     "inductor_settings",
+    "waited",
 ]
 
 #: Inductor's settings for its own pipelines of products.
@@ -38,3 +39,13 @@ def all_to_all_single_autograd(rows: Any, received: list[int], sent: list[int], 
     from torch.distributed import _functional_collectives as functional
 
     return functional.all_to_all_single_autograd(rows, received, sent, group)
+
+
+def waited(tensor: Any) -> Any:
+    """A tensor of a collective, which the current stream has waited for.
+
+    Torch keeps what a collective reads and writes until then.
+    """
+    from torch.distributed import _functional_collectives as functional
+
+    return functional.wait_tensor(tensor)

@@ -68,9 +68,10 @@ def test_tables_fit_on_eighty_columns():
         "segment_bytes": 3 << 19,
         "equal": True,
     }
+    large = {"what": "dispatch", "tokens": 65536, "needs": 123 << 30, "free": 79 << 30}
     eager = {"host": [{"op": op, **host} for op in bench_eager._PROGRAMS], "messages": [message]}
     for text in (
         bench_eager.render({**about, **eager}),
-        bench_moe.render({**about, "results": [moe]}),
+        bench_moe.render({**about, "results": [moe], "left_out": [large]}),
     ):
         assert max(map(len, text.splitlines())) <= 80, text

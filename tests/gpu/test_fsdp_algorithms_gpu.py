@@ -90,13 +90,15 @@ def profiled(rank, world, choose):
         train(model, Trace(), rank, steps=1)
         torch.cuda.synchronize()
     found = [e.name for e in profiler.events() if "nccl" in e.name or "Memcpy PtoP" in e.name]
-    plan = handle.plan
-    said = {(b.op, b.where) for b in plan.problem.buffers}
+    plan, algorithms = handle.plan, {"all_gather": set(), "reduce_scatter": set()}
+    for scheduled in handle._runtime.schedule.collectives:
+        algorithms[scheduled.call.key.kind].add(scheduled.runs_by)
+    counted = {name for name, count in handle.algorithms.items() if count}
+    assert counted == algorithms["all_gather"] | algorithms["reduce_scatter"]
     told = {
         "kernels": {name: found.count(name) for name in set(found)},
-        "placed": sorted(said),
-        "ordinary": sorted({u.op for u in plan.unplanned}),
-        "summary": plan.summary(),
+        "algorithms": algorithms,
+        "fingerprint": plan.fingerprint,
         "choices": [(c.op, c.nbytes, c.algorithm, dict(c.seconds)) for c in handle.choices],
         "rendezvous": handle.stats.rendezvous,
         "segments": len(plan.segments),
@@ -248,17 +250,16 @@ def test_gathers_have_the_same_bits_on_any_number_of_ranks(pool, choose):
 @pytest.mark.parametrize("choose", ["placed", "copy engine", "push", "measure"])
 def test_what_the_plan_says_is_what_runs(pool, choose):
     results = pool.run(profiled, choose)
-    assert len({r["summary"] for r in results}) == 1
+    assert len({r["fingerprint"] for r in results}) == 1
     told = results[0]
-    print(told["summary"], told["kernels"], told["choices"], sep="\n")
+    print(told["algorithms"], told["kernels"], told["choices"], sep="\n")
     for seen in results:
         names = seen["kernels"]
         copied = sum(count for name, count in names.items() if "Memcpy PtoP" in name)
         engines = False
-        for op, kind in (("_allgather_", "AllGather"), ("_reduce_scatter_", "ReduceScatter")):
-            algorithms = {where.split(", ")[1] for o, where in seen["placed"] if op in o}
-            if any(op in o for o in seen["ordinary"]):
-                algorithms.add("ordinary")
+        assert seen["algorithms"] == told["algorithms"]
+        for op, kind in (("all_gather", "AllGather"), ("reduce_scatter", "ReduceScatter")):
+            algorithms = seen["algorithms"][op]
             assert algorithms
             of_kind = [name for name in names if kind in name]
             symmetric = any("ncclSymk" in name for name in of_kind)
@@ -268,10 +269,9 @@ def test_what_the_plan_says_is_what_runs(pool, choose):
             engines = engines or bool({"copy engine", "push"} & algorithms)
         assert (copied > 0) == engines
     if choose != "measure":
-        wanted = {"placed": "symmetric"}.get(choose, choose)
-        algorithms = {where.split(", ")[1] for _, where in told["placed"]}
-        assert algorithms == ({"copy engine", "push"} if wanted == "push" else {wanted})
-        assert told["ordinary"] == []
+        gathers = {"placed": "symmetric", "push": "copy engine"}.get(choose, choose)
+        scatters = {"placed": "symmetric"}.get(choose, choose)
+        assert told["algorithms"] == {"all_gather": {gathers}, "reduce_scatter": {scatters}}
     assert told["rendezvous"] <= told["segments"] * (1 if choose == "placed" else 3)
 
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils import _pytree as pytree
 
 import symmplan
+from symmplan.process import PROCESS
 
 DIM = 16
 #: What `both` passes to `symmplan.fsdp.apply` unless told otherwise.
@@ -207,6 +208,7 @@ def both(build, program, rank, look=None, close=0.0, **apply):
             continue
         apply.setdefault("choose", CHOOSE[0])
         apply.setdefault("timeout", 30.0)
+        result["cached"] = len(PROCESS.cache)  # segments that may serve again
         with removed(symmplan.fsdp.apply(model, **apply)) as handle:
             program(model, trace, rank)
             result["stats"] = attrs.asdict(handle.stats)
@@ -280,7 +282,8 @@ def same(results, **wanted):
 def check(results, *, plain=0, copies=0, replans=0, rendezvous=1, divergences=0):
     """Same bits on every rank, and how the collectives were served.
 
-    A number must be met exactly; None leaves it open.
+    A number must be met exactly; None leaves it open. A segment that devices have kept of an
+    earlier program may serve again, and has met its group already.
     """
     for result in results:
         assert result["differences"] == []
@@ -295,7 +298,9 @@ def check(results, *, plain=0, copies=0, replans=0, rendezvous=1, divergences=0)
             "rendezvous": rendezvous,
             "divergences": divergences,
         }.items():
-            assert wanted is None or stats[name] == wanted, (name, stats)
+            saved = name == "rendezvous" and result.get("cached", 0) > 0
+            less = saved and stats[name] < wanted
+            assert wanted is None or less or stats[name] == wanted, (name, stats)
         peak, bound, _ = result["bytes"]
         assert peak == bound
     first, *others = (result["stats"] for result in results)

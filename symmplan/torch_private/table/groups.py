@@ -143,5 +143,5 @@ ALL_TO_ALL = Seam(
     "reporting",
     "symmplan bench moe compares experts with it",
     ("experts",),
-    names("torch.distributed._functional_collectives", "all_to_all_single_autograd"),
+    names("torch.distributed._functional_collectives", "all_to_all_single_autograd wait_tensor"),
 )
