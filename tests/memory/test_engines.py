@@ -11,6 +11,7 @@ from attrs import evolve
 from ranks import pool_of
 
 import symmplan
+from symmplan.integrate.fsdp import memory as fsdp_memory
 from symmplan.integrate.fsdp.memory import Memory
 from symmplan.memory import realize, torch_symm
 from symmplan.model import Access, Buffer, Operation, Problem, SegmentSpec
@@ -127,6 +128,42 @@ def test_no_ordinary_collective_runs_over_a_communicator_for_copy_engines(monkey
     )
     memory.pushes(scheduled)
     assert met == [theirs]
+    memory._arenas.clear()
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_segments_are_registered_only_with_engines_that_run_something(monkeypatch, present):
+    """Also those that there are already, if a later plan has the first such collective."""
+    registered = []
+
+    def register(arena, engines):
+        registered.append(dict(engines))
+        return len(engines)
+
+    arena = SimpleNamespace(segments={"s0": None}, rendezvous=1)
+
+    def obtain(_, plan, device, groups, meet):
+        meet(arena)
+        return arena, 1
+
+    for name, fake in {
+        "fits": lambda *_: present,
+        "agree": lambda *_: None,
+        "register": register,
+        "known_of": lambda groups: {group: f"{group}'s" for group in groups},
+        "warm_up": lambda _: None,
+    }.items():
+        monkeypatch.setattr(fsdp_memory, name, fake)
+    monkeypatch.setattr(fsdp_memory.Preparation, "obtain", obtain)
+    memory = Memory(Options())
+    memory.groups, memory._device = {"a": None, "b": None}, CPU
+    memory._arenas += [arena] if present else []
+    held = memory.prepare(SimpleNamespace(segments=()), {"b"})
+    assert registered == [{"b": "b's"}]
+    assert (held is None) == present
+    memory.adopt(held)
+    assert memory.engines == {"a": "a's", "b": "b's"}
+    assert memory.rendezvous == 1
     memory._arenas.clear()
 
 

@@ -39,7 +39,7 @@ from symmplan.runtime.leases import Lease, Ledger, in_use, set_aside
 from symmplan.runtime.prepare import Preparation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from symmplan.capture.fsdp_recording import Call, Recording
     from symmplan.integrate.fsdp.schedule import ScheduledCollective
@@ -315,11 +315,13 @@ class Memory:
             below=below,
         )
 
-    def prepare(self, plan: Plan) -> tuple[Arena, int] | None:
+    def prepare(self, plan: Plan, by_engines: Collection[str]) -> tuple[Arena, int] | None:
         """Make room for ``plan``: in the present segments if it fits, else in other ones.
 
         Args:
             plan: What must fit.
+            by_engines: Names of the groups of which copy engines run some collective. Segments are
+                registered with no other communicators, as that takes bytes of the device.
 
         Returns:
             The other segments and how many rendezvous these took, for `adopt` or `undo`; None if it
@@ -333,9 +335,11 @@ class Memory:
         more = [g for s in plan.segments for g in s.groups if g not in self.groups]
         tenants = {n: g.process_group for n, g in resolve_groups(more).items()}
         groups = {**self.groups, **tenants}
+        engines = known_of({n: g for n, g in self.reached.items() if n in by_engines})
         if self.arena is not None and fits(plan, self.arena):
             synchronize(self.device)  # peers may push to where other bytes were, without asking
             agree(plan, groups, self._options.timeout)
+            self.rendezvous += register(self.arena, engines)
             return None
         # Peers may reach into the old segments until their work is done, too.
         synchronize(self.device)
@@ -343,19 +347,11 @@ class Memory:
         def with_engines(arena: Arena) -> None:
             if not arena.segments:  # nothing runs there
                 return
-            engines = self._known_engines()
-            if engines:
-                register(arena, engines)
+            register(arena, engines)
             with counting("kernels", self.device):
                 warm_up(self.device)
 
         return self.preparation.obtain(plan, self.device, groups, with_engines)
-
-    def _known_engines(self) -> dict[str, Any]:
-        """Communicators for copy engines, where collectives may run by them."""
-        if self._options.chosen(self.device) in ("symmetric", "ordinary"):
-            return {}
-        return known_of(self.reached)
 
     def undo(self, held: tuple[Arena, int] | None) -> None:
         """Give back what `prepare` made. Collective: no."""
@@ -368,13 +364,13 @@ class Memory:
 
         Collective: no.
         """
+        self.engines = known_of(self.reached)
         if held is None:
             return
         arena, rendezvous = held
         self._older += self._arenas
         self._arenas[:] = [arena]
         self.let_go()
-        self.engines = self._known_engines()
         self.rendezvous += rendezvous
         self._views.clear()
         self._pushes.clear()

@@ -255,7 +255,9 @@ class Planning:
             return made.plan, demotables(made), made
 
         def finished(made: StepPlan) -> StepPlan:
-            held = memory.prepare(made.plan)
+            placed = [p for stretch in made.stretches for p in stretch if p.buffer is not None]
+            by_engines = {p.call.group for p in placed if p.algorithm.name == "copy engine"}
+            held = memory.prepare(made.plan, by_engines)
             return evolve(problem.advised(made, demotables(made)), held=held)
 
         room = None
