@@ -85,16 +85,6 @@ def in_step(group: Any) -> bool:
     )
 
 
-def only_backward_needs(group: Any) -> bool:
-    """Whether a parameter group's backward pass is still to come, and nothing reads it before.
-
-    That pass begins with FSDP2's hook.
-    """
-    if group._training_state.name in ("FORWARD", "PRE_BACKWARD"):
-        return False
-    return bool(getattr(group, "_post_forward_indices", None))
-
-
 def keep_after_forward(group: Any) -> Callable[[], None]:
     """Let a parameter group stay unsharded after forward; returns what undoes that.
 

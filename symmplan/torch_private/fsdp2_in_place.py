@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symmplan.torch_private.autograd import local_part
+from symmplan.torch_private.storages import can_be_taken
 from symmplan.torch_private.table.fsdp2 import FSDP_IN_PLACE
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ REPLACED = UNSHARD, WAIT, TO_SHARDED = "unshard", "wait_for_unshard", "_to_shard
 
 def has_seam() -> bool:
     """Whether this torch's FSDP2 has what the direct form of its groups replaces and uses."""
-    return not FSDP_IN_PLACE.missing()
+    return not FSDP_IN_PLACE.missing() and can_be_taken()
 
 
 def can_be_replaced(group: Any) -> bool:

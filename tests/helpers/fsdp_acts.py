@@ -24,13 +24,14 @@ from fsdp_models import (
     update,
 )
 from fsdp_pushed import ReducingActs
+from fsdp_reads import ReadingActs
 from torch import nn
 
 import symmplan
 from symmplan.errors import SymmplanError
 
 
-class Actor(ReducingActs):
+class Actor(ReducingActs, ReadingActs):
     """Does acts to a model.
 
     Args:
@@ -68,6 +69,7 @@ class Actor(ReducingActs):
         self._count = 0
         self._pending = []
         self._kept = []
+        self._held = {}
         self._saved = None
         self._apart = apart
         if in_backward:
@@ -91,6 +93,7 @@ class Actor(ReducingActs):
         """Let go of everything; how often what happened, over all handles."""
         self._pending.clear()
         self._kept.clear()
+        self._held.clear()
         self.remove()
         self._note()
         return dict(self._counts)
@@ -395,7 +398,8 @@ class Actor(ReducingActs):
         self.handles.clear()
 
     def anew(self):
-        """Undo what symmplan does, and ask for it again."""
+        """Undo what symmplan does, and ask for it again; it does not follow who holds views."""
+        self._held.clear()
         self.remove()
         self.apply()
 

@@ -76,8 +76,8 @@ AGREED = {
         scatters served shape target async_op op output_tensor values
     """,
     "FSDP2's own state, which its calls alone change": """
-        Asked Gathered _outside fsdp_params shard_of result_of state_name group_of
-        _group is_sharded is_unsharded only_backward_needs unshard_in_backward
+        Asked Gathered fsdp_params shard_of result_of state_name group_of
+        _group is_sharded is_unsharded unshard_in_backward
     """,
     "where the program runs": "_device _stream device_of is_accelerator is_cpu serves",
     "methods that the program gave FSDP2's class": "unchanged",
@@ -85,14 +85,12 @@ AGREED = {
 #: What a rank sees by itself: in which functions, and what these do besides launching.
 LOCAL = {
     "viewed": {
-        "_reads": "raises",
         "can_leave": "asked of all ranks",
-        "step_aside": "copies",
     },
     "inputs_of": {"shards_of": "raises"},
     "holders": {"give_room": "who is there copies aside, or what is gathered is copied"},
     "owner": {"step_aside": "the same"},
-    "_saved": {"wait_for_unshard": "copies back"},
+    "bound": {"step_aside": "copies, where the parameters lie in the placement"},
     "all_gather_event": {"wait_for_unshard": "waits", "step_aside": "waits"},
     "held": {
         "allocate": "FSDP2 holds its buffer until the collective ran; else the step has failed",

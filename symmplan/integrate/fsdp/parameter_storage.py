@@ -3,26 +3,35 @@
 [Note: the same objects]
     Autograd accumulates gradients in the objects that were parameters when a graph was made, and
     FSDP2 keeps gradients there that are not reduced yet. So parameters move into a placement and
-    out of it as the same objects, by ``.data``; what cannot move is a view that a graph has saved.
+    out of it as the same objects, by ``.data``. Views of them that graphs have saved, or that the
+    program keeps, stay on the placement's storages.
+
+[Note: resharded parameters cannot be read]
+    A placement stays readable when its module is resharded, and other modules' bytes lie there. So
+    its storages have an address only while the module has its parameters: whoever reads a parameter
+    or any view of it at another time gets an error, as in FSDP2, which frees its storages. While
+    others need the bytes of a module that has its parameters, they are in a copy, and the address
+    is that of the copy, for parameters and views alike.
 """
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from symmplan.coordination.own import own_work
-from symmplan.errors import RunError
+from symmplan.device import device_of
 from symmplan.memory import BACKENDS
 from symmplan.memory.calls import in_two_levels
 from symmplan.memory.leased import lease_out
 from symmplan.memory.ops import all_gather_parts_
 from symmplan.memory.streams import off_default_stream, synchronize
-from symmplan.runtime.leases import copied
 from symmplan.torch_private import autograd, c10d, dispatch, fsdp2_in_place
+from symmplan.torch_private.storages import Address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,8 +58,8 @@ class ParameterStorage:
         memory: Name of the memory backend.
 
     Attributes:
-        bound: Whether the parameters are views of these bytes.
-        bytes: The bytes.
+        bound: Whether the parameters lie on the placement's storages.
+        bytes: The placement's bytes.
     """
 
     def __init__(
@@ -81,17 +90,25 @@ class ParameterStorage:
         # The same bytes as storages of their own, with versions of their own: autograd must not
         # take a gather for a change of the parameter.
         self._storages: list[torch.Tensor] = []
+        self._has_addresses = False
+        # A copy of the bytes, while others have them.
+        self._copy: torch.Tensor | None = None
         for offset, dtype, count in zip(layout.offsets, layout.dtypes, layout.counts, strict=True):
             size = count * ranks * dtype.itemsize
             whole = bytes_[offset : offset + size].view(dtype)
             self._outputs.append(whole)
             self._parts.append(whole[rank * count : (rank + 1) * count])
-            self._storages.append(lease_out(whole, lambda: None))
+            self._storages.append(lease_out(whole))
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i, dtype in enumerate(layout.dtypes):
             by_dtype.setdefault(dtype, []).append(i)
         # Those of a type, in one kernel each, and their numbers.
         self._casts = [([self._parts[i] for i in at], at) for at in by_dtype.values()]
+        reason = f"FSDP module {site!r} was resharded: its parameters cannot be read"
+        self._addresses = [Address(storage, reason) for storage in self._storages]
+        self.take_addresses()
+        # Who keeps a view of parameters longer than their bytes.
+        weakref.finalize(self, _take, self._addresses).atexit = False
         self._alone = self._in_use()  # how often if nobody has views
         # FSDP2's own tensors, without bytes: to go back there takes no memory that it would not.
         self._own: list[fsdp2_in_place.Emptied | None] = []
@@ -134,16 +151,42 @@ class ParameterStorage:
             else:
                 c10d.all_gather_coalesced(outputs, parts, self._group)
 
+    def give_addresses(self) -> None:
+        """Let the parameters and all views of them be read, where their bytes are.
+
+        See [Note: resharded parameters cannot be read].
+        """
+        begin = (self.bytes if self._copy is None else self._copy).data_ptr()
+        for address, offset in zip(self._addresses, self._layout.offsets, strict=True):
+            address.give(begin + offset)
+        self._has_addresses = True
+
+    def take_addresses(self) -> None:
+        """Let each access to the parameters and to all views of them be an error."""
+        _take(self._addresses)
+        self._has_addresses = False
+        self._copy = None
+
+    def copy_aside(self) -> None:
+        """Copy the bytes, on the current stream, and let the parameters be in the copy."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._copy = _copied(self.bytes)
+        if self._has_addresses:
+            self.give_addresses()
+
     def move_in(self, parameters: Sequence[Any]) -> None:
-        """Let FSDP2's parameters be views of these bytes, or of copies if a graph has views.
+        """Let FSDP2's parameters lie on the placement's storages.
+
+        If graphs have views of FSDP2's own storages, the parameters stay there, with the values.
 
         Args:
             parameters: FSDP2's.
         """
+        self.give_addresses()
         if self.bound:
             return
         if _held(parameters):
-            self._copy_out(parameters, self.bytes)
+            self._copy_out(parameters)
             return
         views = self._in_use() - self._alone
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -168,16 +211,17 @@ class ParameterStorage:
                 fsdp2_in_place.finish(parameter)
         self._alone = self._in_use() - views
 
-    def move_out(self, parameters: Sequence[Any], *, filled: bool, for_good: bool = False) -> None:
-        """Give the parameters storages of their own, which FSDP2 frees and fills from now on.
+    def move_out(self, parameters: Sequence[Any], *, filled: bool) -> None:
+        """Give the parameters storages of their own for good, which FSDP2 frees and fills.
+
+        A graph that has saved views raises in its backward pass, as after any change.
 
         Args:
             parameters: FSDP2's.
             filled: Whether their values are in use.
-            for_good: Whether nothing is put back: a graph that has saved views then raises in its
-                backward pass, as after any change.
         """
         if not self.bound:
+            self.take_addresses()
             return
         synchronize(self.bytes.device)
         views = self._in_use() - self._alone
@@ -189,7 +233,7 @@ class ParameterStorage:
                     for output in outputs:
                         output.untyped_storage().resize_(output.nbytes)
                 fsdp2_in_place.take_back(parameter, (outputs, known))
-                if for_good and views:
+                if views:
                     torch.autograd.graph.increment_version(fsdp2_in_place.unsharded(parameter))
                 if not filled:
                     parameter.free_unsharded_param()
@@ -197,37 +241,10 @@ class ParameterStorage:
                 for output, storage in zip(outputs, storages, strict=True):
                     with autograd.same_version(output):
                         output.copy_(storage)
+        self.take_addresses()
         self._own.clear()
         self.bound = False
         self._alone = self._in_use() - views
-
-    def no_room(self) -> RunError:
-        """What to raise where somebody is in the bytes, and graphs have views of both."""
-        return RunError(
-            f"FSDP module {self._site!r} needs its parameters while other modules use their bytes "
-            f"[{self.begin}, {self.end}), and graphs still refer to both",
-            expected="modules that were unsharded one after the other when the first step was "
-            "recorded to be so until their backward passes are done",
-            got=f"bytes in use in {'backward' if autograd.in_backward() else 'forward'}",
-            fix="call handle.remove() and symmplan.fsdp.apply(model) again before the program "
-            "changes",
-            module=self._site,
-        )
-
-    def put_elsewhere(self, parameters: Sequence[Any], saved: torch.Tensor) -> None:
-        """Let the parameters have storages of their own until they are released.
-
-        Args:
-            parameters: FSDP2's; whoever has views of them does not see what is put there.
-            saved: What `copied` gave.
-        """
-        self.move_out(parameters, filled=False)
-        self._copy_out(parameters, saved)
-
-    def copied(self) -> torch.Tensor:
-        """A copy of the bytes, on the current stream."""
-        with torch.inference_mode(mode=False), torch.no_grad():
-            return copied(self.bytes)
 
     @property
     def viewed(self) -> bool:
@@ -241,24 +258,37 @@ class ParameterStorage:
             for storage in self._storages
         )
 
-    def _copy_out(self, parameters: Sequence[Any], source: torch.Tensor) -> None:
-        """Fill the parameters where FSDP2 put them, from ``source``; on this rank alone."""
+    def _copy_out(self, parameters: Sequence[Any]) -> None:
+        """Fill the parameters where FSDP2 put them; on this rank alone."""
         for parameter in parameters:
             parameter.alloc_all_gather_outputs()
         owns = [own for parameter in parameters for own in fsdp2_in_place.outputs_of(parameter)]
-        for own, output, offset in zip(owns, self._outputs, self._layout.offsets, strict=True):
-            part = source[offset : offset + output.nbytes].view(output.dtype)
+        for own, storage in zip(owns, self._storages, strict=True):
             with (
                 torch.inference_mode(own.is_inference()),
                 torch.no_grad(),
                 autograd.same_version(own),
             ):
-                own.copy_(part)
+                own.copy_(storage)
 
     def _each(self, parts: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         """The parts of each parameter."""
         ends = itertools.accumulate(self._layout.parts)
         return [parts[end - n : end] for end, n in zip(ends, self._layout.parts, strict=True)]
+
+
+def _take(addresses: Sequence[Address]) -> None:
+    for address in addresses:
+        address.take()
+
+
+def _copied(bytes_: torch.Tensor) -> torch.Tensor:
+    """A copy that the device can read: in the host's pinned memory where the device is full."""
+    try:
+        return bytes_.clone()
+    except torch.OutOfMemoryError:
+        pins = device_of(bytes_.device).pins_memory
+        return torch.empty_like(bytes_, device="cpu", pin_memory=pins).copy_(bytes_)
 
 
 def _held(parameters: Sequence[Any]) -> bool:

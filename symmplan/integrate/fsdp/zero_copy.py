@@ -23,11 +23,9 @@ are cast straight into this rank's parts of it, and one coalesced gather fills t
     which are the same on all ranks. A program that keeps more modules unsharded than it did while
     it was recorded may find a gather's bytes in use. If FSDP2 asks for that gather ahead of time,
     it waits on all ranks until FSDP2 needs it; this follows from FSDP2's calls alone
-    (`Runtime.crowded`). A gather that is needed now runs. The rank whose bytes are in use then
-    copies the parameters that lie there aside: those without views in a graph move to memory of
-    their own, and those that only a later backward pass reads are put back before it. If they
-    cannot move, the gathered ones do. The program cannot go on only if two modules in use have
-    graphs with views of the same bytes.
+    (`Runtime.crowded`). A gather that is needed now runs. On a rank where the bytes are in use, the
+    parameters that lie there move to a copy, with all views of them, until their module is
+    resharded. If somebody else is there and cannot move, the gathered parameters do.
 """
 
 from __future__ import annotations
@@ -53,9 +51,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ZeroCopyUnshard"]
 
-#: What a parameter group does while its module uses the parameters.
-_PASSES = ("FORWARD", "PRE_BACKWARD")
-
 
 class ZeroCopyUnshard:
     """An FSDP2 parameter group whose parameters may live in a placement.
@@ -79,11 +74,7 @@ class ZeroCopyUnshard:
         self.layout: Layout | None = None
         self.storage: ParameterStorage | None = None
         self._lease: Lease | None = None
-        # What was gathered, while somebody else has the bytes.
-        self._saved: torch.Tensor | None = None
         self._looked = False
-        # In which states it was wanted outside of its passes since it was unsharded.
-        self._outside: set[str] = set()
         self._kept: Callable[[], None] | None = None
         self._shown = f"FSDP::all_gather ({site})"  # FSDP2's name for it
         own = (self.unshard, self.wait_for_unshard, self.to_sharded)
@@ -174,23 +165,15 @@ class ZeroCopyUnshard:
                 self._methods.call_own(fsdp2_in_place.WAIT)
             self._look()
             return
-        state = fsdp2_in_place.state_name(group)
-        in_backward = state == "PRE_BACKWARD"
-        if state not in _PASSES:
-            self._outside.add(state)
         if result is None:
+            in_backward = fsdp2_in_place.state_name(group) == "PRE_BACKWARD"
             if in_backward and group.is_unsharded:
                 self._runtime.counts["reused"] += self._kept is not None
-                if self._saved is not None:  # its graph reads where it has views
-                    self._put_back(storage)
             return
         fsdp2_in_place.release_gather(group)
         if result.all_gather_event is not None:
             self._device.current_stream().wait_event(result.all_gather_event)
-        if self._saved is None:
-            storage.move_in(group.fsdp_params)
-        else:
-            self._put_back(storage)
+        storage.move_in(group.fsdp_params)
         storage.finish(group.fsdp_params)
         fsdp2_in_place.has_unsharded(group)
         fsdp2_in_place.set_result(group, None)
@@ -247,17 +230,13 @@ class ZeroCopyUnshard:
         if storage is None or not self.has_bytes:
             self._drop()
             return True
-        if group.is_unsharded and storage.viewed and not self._waits():
-            return False
         self._runtime.counts["copies"] += 1
         result = fsdp2_in_place.result_of(group)
         if result is not None and result.all_gather_event is not None:
             self._device.current_stream().wait_event(result.all_gather_event)
         synchronize(group.device)
-        if group.is_sharded or storage.viewed:
-            self._saved = storage.copied()
-        if group.is_unsharded:
-            storage.move_out(group.fsdp_params, filled=True)
+        if group.is_sharded or storage.bound:
+            storage.copy_aside()
         self._drop()
         return True
 
@@ -313,17 +292,16 @@ class ZeroCopyUnshard:
         return everywhere("room", [condition()], group, timeout)[0]
 
     def _move_out(self) -> None:
-        """Into memory of their own, for good; what somebody else has the bytes of is there."""
-        self._saved = None
+        """Into memory of their own, for good."""
         if self.storage is not None:
             filled = self._group.is_unsharded
-            self.storage.move_out(self._group.fsdp_params, filled=filled, for_good=True)
+            self.storage.move_out(self._group.fsdp_params, filled=filled)
         self.storage = None
 
     def _let_go(self, *, after_forward: bool = False) -> None:
         """The module does not use its bytes any more."""
-        self._saved = None
-        self._outside.clear()
+        if self.storage is not None:
+            self.storage.take_addresses()
         self._drop()
         self._runtime.released(self.site, after_forward=after_forward)
 
@@ -354,7 +332,7 @@ class ZeroCopyUnshard:
     def _start(self, key: Key, storage: ParameterStorage, streams: tuple[Any, Any]) -> None:
         """Gather into the placement, whoever is there."""
         runtime, group = self._runtime, self._group
-        self._saved = None  # of a prefetch that FSDP2 has forgotten since
+        storage.take_addresses()  # of a prefetch that FSDP2 has forgotten since
         free = storage.give_room()
         runtime.gathering(self, key)
         if free:
@@ -362,43 +340,11 @@ class ZeroCopyUnshard:
             event = self._fill(key, storage, streams, self._lease)
             fsdp2_in_place.set_result(group, Gathered(event))
             return
-        if self._reads(storage):
-            raise storage.no_room()
         with set_aside(storage.bytes):
             self._fill(key, storage, streams, None)
             synchronize(group.device)
-            self._saved = storage.copied()
+            storage.copy_aside()
         fsdp2_in_place.set_result(group, Gathered())
-
-    def _put_back(self, storage: ParameterStorage) -> None:
-        """Put gathered parameters into the placement, or elsewhere if it is in use."""
-        saved, self._saved = self._saved, None
-        assert saved is not None
-        group = self._group
-        if storage.give_room():
-            self._lease = self._new_lease()
-            storage.users.take(storage.begin, storage.end, self._lease)
-            storage.bytes.copy_(saved)
-            storage.move_in(group.fsdp_params)
-        elif self._reads(storage):
-            raise storage.no_room()
-        else:
-            storage.put_elsewhere(group.fsdp_params, saved)
-            self._saved = saved if storage.viewed else None  # its graph reads where it has views
-
-    def _waits(self) -> bool:
-        """Whether nobody has views of the parameters but graphs that wait for a backward pass.
-
-        Of a block that FSDP2 has unsharded to be recomputed once more, behind a backward pass,
-        the graph reads without a further call of FSDP2's.
-        """
-        if fsdp2_in_place.state_name(self._group) in _PASSES or "POST_BACKWARD" in self._outside:
-            return False
-        return not self._outside or fsdp2.only_backward_needs(self._group)
-
-    def _reads(self, storage: ParameterStorage) -> bool:
-        """Whether a graph may read the bytes before FSDP2 comes to its backward pass."""
-        return storage.viewed and not fsdp2.only_backward_needs(self._group)
 
     def _new_lease(self) -> Lease:
         return Lease(stream=self._device.current_stream(), owner=weakref.proxy(self))

@@ -53,6 +53,24 @@ STORAGES = Seam(
     names("torch._C", "_storage_Use_Count") + names("torch", "UntypedStorage._cdata"),
 )
 
+ADDRESSES = Seam(
+    "addresses of storages",
+    "speed",
+    "parameters live in their placements, and cannot be read when these belong to others",
+    ("fsdp",),
+    names("torch._C", "_set_throw_on_mutable_data_ptr") + names("torch", "UntypedStorage._cdata"),
+    undone="with the storage",
+)
+
+ADDRESS_ERRORS = Seam(
+    "errors of storages without an address",
+    "reporting",
+    "who reads a resharded parameter is told its module",
+    ("fsdp",),
+    names("torch._C", "_set_storage_data_ptr_access_error_msg"),
+    only_with="torch._C:_cuda_init",  # builds for the CPU have no such error
+)
+
 STREAMS = Seam(
     "events and streams of devices",
     "correctness",
