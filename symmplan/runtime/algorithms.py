@@ -202,7 +202,7 @@ class Lowerings:
         row = None
         if overload is not None:
             row = self.table.get(f"{overload._schema.name}.{overload._overloadname}")
-        if row is None or row.out != "return" or (row.equal and _has_unequal_parts(node)):
+        if row is None or row.out != "return" or (row.equal and has_unequal_parts(node)):
             return other(node)
         return "declared"
 
@@ -231,6 +231,11 @@ class Lowerings:
         row = self.row(spec, group)
         return row is not None and requirement.head not in row.needs
 
+    def is_unequal(self, node: fx.Node, spec: OpSpec, group: str) -> bool:
+        """Whether an op runs in a form for parts of one size, and has others."""
+        row = self.row(spec, group)
+        return row is not None and row.equal and has_unequal_parts(node)
+
     def partly(self, captured: Captured) -> dict[fx.Node, str]:
         """Ops that cannot run as they were captured, and why.
 
@@ -243,7 +248,7 @@ class Lowerings:
         for node, spec in captured.specs.items():
             row = self.row(spec, captured.groups[node])
             placed = any(s.buffer is not None for s in captured.at(node))
-            if row is not None and row.equal and placed and _has_unequal_parts(node):
+            if placed and self.is_unequal(node, spec, captured.groups[node]):
                 found[node] = _UNEQUAL
             if row is None or not row.one_sided:
                 continue
@@ -254,7 +259,7 @@ class Lowerings:
         return found
 
 
-def _has_unequal_parts(node: fx.Node) -> bool:
+def has_unequal_parts(node: fx.Node) -> bool:
     """Whether an all-to-all has parts of different sizes, or of sizes that are not known."""
     overload = overload_of(node.target)
     assert overload is not None

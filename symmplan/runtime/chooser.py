@@ -112,7 +112,7 @@ def choose_algorithms(
     preparation: Preparation,
     *,
     memory: str = "",
-    gather: Callable[[Mapping[str, Any]], None] = lambda _: None,
+    gather: Callable[[Mapping[str, Any]], object] = lambda _: None,
     planned: Mapping[str, Any] = MappingProxyType({}),
 ) -> Chosen[_Call]:
     """Decide how the collectives of a program run.
@@ -220,7 +220,7 @@ def _learn(
     device: torch.device,
     preparation: Preparation,
     memory: str,
-    gather: Callable[[Mapping[str, Any]], None],
+    gather: Callable[[Mapping[str, Any]], object],
 ) -> None:
     """Measure new cases, and set up copy engines for groups that have not been asked for them.
 

@@ -83,7 +83,7 @@ class Fitting:
             return dict.fromkeys((s.node for s in self.whole.sites if s.buffer), reason)
         return self.chosen.ordinary
 
-    def choose(self, gather: Callable[[Mapping[str, Any]], None] = lambda _: None) -> None:
+    def choose(self, gather: Callable[[Mapping[str, Any]], object] = lambda _: None) -> None:
         """Decide how its collectives run, if anything is placed.
 
         Args:

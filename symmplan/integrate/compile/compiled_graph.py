@@ -14,7 +14,9 @@ from symmplan.capture.graphs import hidden_calls
 from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import own_work
+from symmplan.coordination.world import current
 from symmplan.errors import BackendError, CaptureError
+from symmplan.integrate.compile.exchanged import AllToAlls
 from symmplan.integrate.compile.parts import (
     PlannedPart,
     Record,
@@ -123,23 +125,23 @@ class CompiledGraph:
         pool, more = self.pool, {"inner": self.settings.inner, "bind": self.settings.bind}
         return pool.preparation.agree(self.device, groups, pool.progress.planning, **more)
 
-    def _groups(self, module: fx.GraphModule) -> tuple[list[str], dict[fx.Node, str]]:
+    def _groups(self, module: fx.GraphModule) -> tuple[dict[fx.Node, str], dict[fx.Node, str]]:
         """The groups of declared ops, and why torch has none of an op's name here."""
-        names: dict[str, None] = {}
+        names: dict[fx.Node, str] = {}
         nowhere: dict[fx.Node, str] = {}
         for node, overload, spec in declared(module.graph):
             default = self.settings.default_group
             with contextlib.suppress(CaptureError):  # capture tells of it
                 name = resolve_group_name(spec, overload, node.args, node.kwargs, default)
                 try:
-                    names.update(dict.fromkeys(resolve_groups([name])))
+                    names[node] = next(iter(resolve_groups([name])))
                 except BackendError as error:
                     nowhere[node] = error.what
                     warnings.warn(
                         f"symmplan: {spec.op}: {error.what}; it stays in ordinary memory",
                         stacklevel=2,
                     )
-        return list(names), nowhere
+        return names, nowhere
 
     def rewrite(
         self, module: fx.GraphModule, name: PartName, fake_mode: Any, *, fixed: bool = False
@@ -201,10 +203,14 @@ class CompiledGraph:
         Collective: over the part's groups, the first time for them, and where algorithms are
             measured.
         """
-        names, refused = self._groups(module)
+        groups, refused = self._groups(module)
+        names = list(dict.fromkeys(groups.values()))
         lowerings = self._prepare(names)
-        bound(module, self.pool.bounds, self.record)
         preparation, room = self.pool.preparation, None
+        exchanged = AllToAlls(module, name, groups, self.pool)
+        bound(module, self.pool.bounds, self.record, exchanged.left_out)
+        if preparation.refusal is None and current() is None:
+            refused = {**refused, **exchanged.uneven(lowerings)}
         asked: list[str] = []
         gather = functools.partial(self.pool.progress.gather, asked=asked)
         self.record.choices += pipeline(
@@ -226,8 +232,8 @@ class CompiledGraph:
         fitting.choose(gather)
         placed = fitting.placed
         if placed:
-            groups = fitting.whole.groups
-            self.agreed[name] = tuple(dict.fromkeys(groups[node] for node in placed))
+            used = (fitting.whole.groups[node] for node in placed)
+            self.agreed[name] = tuple(dict.fromkeys(used))
             room = self._room(name, lowerings)
         measured = fitting.chosen.of.values()
         left = [c.group for c in measured if c.group not in self.agreed.get(name, ())]

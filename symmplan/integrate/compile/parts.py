@@ -23,7 +23,7 @@ from symmplan.report.log import LOG
 from symmplan.torch_private.compilers import compiled_frame, takes_a_list
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from symmplan.capture.sites import Captured
     from symmplan.integrate.compile.emit import SegmentInput
@@ -314,12 +314,16 @@ def declared(graph: fx.Graph) -> Iterator[tuple[fx.Node, Any, OpSpec]]:
             yield node, overload, spec
 
 
-def bound(module: fx.GraphModule, bounds: dict[Any, int], record: Record) -> None:
+def bound(
+    module: fx.GraphModule, bounds: dict[Any, int], record: Record, but: Collection[fx.Node] = ()
+) -> None:
     """Bound the sizes of declared tensors, so that they can be planned.
 
-    ``bounds`` are ``{(frame, size): largest}`` of all graphs of the backend.
+    ``bounds`` are ``{(frame, size): largest}`` of all graphs of the backend. Calls of ``but`` stay
+    in ordinary memory.
     """
-    wanted = [t for n, *_ in declared(module.graph) for t in (n, *n.all_input_nodes)]
+    calls = [n for n, *_ in declared(module.graph) if n not in but]
+    wanted = [t for n in calls for t in (n, *n.all_input_nodes)]
     for name, (now, largest) in limit(module.graph, wanted).items():
         key = (compiled_frame(), name)
         before = bounds.get(key)

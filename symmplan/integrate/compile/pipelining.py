@@ -123,7 +123,7 @@ def pipeline(
     device: torch.device,
     preparation: Preparation,
     fake_mode: Any,
-    gather: Callable[[Mapping[str, Any]], None],
+    gather: Callable[[Mapping[str, Any]], object],
 ) -> tuple[Choice, ...]:
     """Pipeline those collectives of a graph for which that is chosen.
 

@@ -257,10 +257,15 @@ class Progress:
                 counts.say(counts.epoch_counters)
             raise
 
-    def gather(self, groups: Mapping[str, Any], asked: list[str] | None = None) -> None:
+    def gather(
+        self,
+        groups: Mapping[str, Any],
+        asked: list[str] | None = None,
+        told: Mapping[str, Any] | None = None,
+    ) -> dict[str, list[Any]]:
         """Wait until all ranks of the groups, ``{name: process group}``, have come to plan.
 
-        Their names are added to ``asked``.
+        Their names are added to ``asked``. Returns what each rank told, plain data for each group.
 
         Raises:
             AgreementError: A peer runs an old graph instead.
@@ -269,9 +274,11 @@ class Progress:
         Collective: yes, over those groups.
         """
         with self.planning(groups) as watch:
-            all_gather_json("planning", dict.fromkeys(groups), groups, self.timeout, watch)
+            mine = dict.fromkeys(groups) if told is None else told
+            said = all_gather_json("planning", mine, groups, self.timeout, watch)
         if asked is not None:
             asked += groups
+        return said
 
     def _of(self, group: Any) -> _Counts:
         counts: _Counts = self._counts.setdefault(group, _Counts())

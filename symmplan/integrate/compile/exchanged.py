@@ -1,0 +1,95 @@
+"""All-to-alls whose tensors are not equally large on all ranks.
+
+[Note: uneven all-to-alls]
+    Ranks may send different numbers of rows to each other, but they must plan the same bytes. So
+    before a part with all-to-alls is captured, its ranks tell each other the sizes. A call whose
+    sizes differ stays in ordinary memory on all ranks, now and whenever its code is compiled again.
+    A rank may compile again alone, because its own sizes have changed, and asks nobody then. It
+    also asks nobody if all its parts are of one size that all ranks had before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from symmplan.capture.bounds import bound
+from symmplan.capture.graphs import tensor_leaves
+from symmplan.coordination.groups import resolve_groups
+from symmplan.integrate.compile.parts import declared
+from symmplan.registry.catalogue import collective_of
+from symmplan.runtime.algorithms import has_unequal_parts
+from symmplan.torch_private.compilers import compiled_frame
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from torch import fx
+
+    from symmplan.integrate.compile.parts import PartName
+    from symmplan.integrate.compile.pool import Pool
+    from symmplan.model import OpSpec
+    from symmplan.runtime.algorithms import Lowerings
+
+__all__ = ["UNEVEN", "AllToAlls"]
+
+UNEVEN = "its tensors are not equally large on all ranks, and all ranks must plan the same bytes"
+
+
+class AllToAlls:
+    """The all-to-alls of a part that is compiled.
+
+    Args:
+        module: The part.
+        name: Which it is.
+        groups: ``{call: name of its group}`` of all declared calls.
+        pool: Knows which sizes all ranks had alike.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, name: PartName, groups: Mapping[fx.Node, str], pool: Pool
+    ) -> None:
+        self._groups, self._pool = groups, pool
+        calls = [(n, s) for n, _, s in declared(module.graph) if n in groups]
+        calls = [(n, s) for n, s in calls if collective_of(s.op) == "all-to-all"]
+        self._calls: dict[fx.Node, OpSpec] = dict(calls)
+        self._keys = {n: (compiled_frame(), name, i) for i, n in enumerate(self._calls)}
+
+    @property
+    def left_out(self) -> Collection[fx.Node]:
+        """Those whose sizes were found to differ."""
+        return [n for n, key in self._keys.items() if self._pool.exchanged.get(key, ()) is None]
+
+    def uneven(self, lowerings: Lowerings) -> dict[fx.Node, str]:
+        """Those that stay in ordinary memory, and why. See [Note: uneven all-to-alls].
+
+        Collective: over their groups, if there are sizes that were not compared yet.
+        """
+        exchanged = self._pool.exchanged
+        new: dict[str, dict[fx.Node, list[Any]]] = {}
+        for node, key in self._keys.items():
+            sizes, known = self._sizes(node, lowerings), exchanged.setdefault(key, set())
+            if known is None or None in sizes:  # it stays out on all ranks
+                continue
+            if tuple(sizes) not in known or has_unequal_parts(node):
+                new.setdefault(self._groups[node], {})[node] = sizes
+        if new:
+            groups = {n: g.process_group for n, g in resolve_groups(new).items()}
+            told = {name: list(mine.values()) for name, mine in new.items()}
+            said = self._pool.progress.gather(groups, told=told)
+            for name, mine in new.items():
+                for i, (node, sizes) in enumerate(mine.items()):
+                    key = self._keys[node]
+                    same = all(_is_same(other, i, sizes) for other in said[name])
+                    exchanged[key] = {*(exchanged[key] or ()), tuple(sizes)} if same else None
+        return dict.fromkeys(self.left_out, UNEVEN)
+
+    def _sizes(self, node: fx.Node, lowerings: Lowerings) -> list[Any]:
+        """What the plan depends on: bytes of its tensors, and whether it can be placed at all."""
+        values = (n.meta.get("val") for n in (node, *node.all_input_nodes))
+        tensors = [fake for value in values for _, fake in tensor_leaves(value)]
+        unequal = lowerings.is_unequal(node, self._calls[node], self._groups[node])
+        return [*(bound(t.numel() * t.element_size()) for t in tensors), unequal]
+
+
+def _is_same(other: Any, index: int, sizes: list[Any]) -> bool:
+    return isinstance(other, list) and other[index : index + 1] == [sizes]

@@ -1,0 +1,91 @@
+"""Compiled all-to-alls whose parts are not equally large, on all ranks or on some."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as fc
+from ranks import pool_of
+
+import symmplan
+from symmplan.integrate.compile.exchanged import UNEVEN
+
+pytestmark = pytest.mark.ranks
+
+two = pool_of(2, timeout=200.0)
+
+#: Rows that each rank sends to each: differing from the first, after equal ones, with none at all.
+TABLES = {
+    "differing": [[[1, 3], [2, 2]], [[3, 0], [1, 4]], [[2, 2], [2, 2]], [[5, 1], [0, 1]]],
+    "balanced first": [[[2, 2], [2, 2]], [[1, 3], [2, 4]], [[4, 1], [3, 2]]],
+    "equal totals": [[[1, 3], [3, 1]], [[3, 1], [1, 3]], [[0, 4], [4, 0]]],
+    "even": [[[2, 2], [2, 2]], [[2, 2], [2, 2]]],
+}
+
+
+def _there_and_back(x, sends, gets):
+    rows = fc.all_to_all_single(x * 2, gets, sends, dist.group.WORLD) + 1
+    summed = fc.all_reduce(rows.sum(0), "sum", dist.group.WORLD)
+    back = fc.all_to_all_single(rows * 3, sends, gets, dist.group.WORLD)
+    return back + summed
+
+
+def _trained(x, sends, gets):
+    rows = fc.all_to_all_single_autograd(x * 2, gets, sends, dist.group.WORLD) + 1
+    back = fc.all_to_all_single_autograd(rows * rows, sends, gets, dist.group.WORLD)
+    return back.sin()
+
+
+PROGRAMS = {f.__name__[1:]: f for f in (_there_and_back, _trained)}
+
+
+def _run(rank, world, program, tables, options):
+    torch.compiler.reset()
+    f, backend = PROGRAMS[program], symmplan.backend(memory="shm", timeout=30.0, **options)
+    compiled = torch.compile(f, backend=backend)
+    for step, table in enumerate(tables):
+        sends, gets = table[rank], [row[rank] for row in table]
+        x = torch.arange(sum(sends) * 8.0).view(-1, 8) / 8 + rank + step
+        inputs = [x.clone().requires_grad_(program == "trained") for _ in range(2)]
+        got, want = (g(i, sends, gets) for g, i in zip((compiled, f), inputs, strict=True))
+        assert torch.equal(got, want), step
+        if program == "trained":
+            for result in (got, want):
+                (result * result).sum().backward()
+            assert torch.equal(inputs[0].grad, inputs[1].grad), step
+    reasons = {u.reason for plan in backend.plans for u in plan.unplanned if "all_to_all" in u.op}
+    placed = {b.op for plan in backend.plans for b in plan.problem.buffers}
+    backend.release()
+    kinds = ("all_to_all", "all_reduce")
+    return reasons, *(any(kind in op for op in placed) for kind in kinds)
+
+
+def _judge(found, tables):
+    assert found[0] == found[1]
+    reasons, exchanged, _ = found[0]
+    assert (UNEVEN in reasons) == (tables in ("differing", "balanced first"))
+    assert exchanged == (tables != "differing")
+
+
+@pytest.mark.parametrize("tables", TABLES)
+def test_uneven_all_to_alls_run(two, tables):
+    found = two.run(_run, "there_and_back", TABLES[tables], {"inner": "eager"})
+    _judge(found, tables)
+    assert found[0][2]  # the others are placed all the same
+
+
+@pytest.mark.parametrize("tables", TABLES)
+def test_so_do_their_gradients(two, tables):
+    _judge(two.run(_run, "trained", TABLES[tables], {"inner": "eager"}), tables)
+
+
+@pytest.mark.parametrize("options", [{"collectives": "process group"}, {"choose": "measure"}])
+def test_however_they_run(two, options):
+    found = two.run(_run, "there_and_back", TABLES["differing"], {"inner": "eager", **options})
+    assert found[0] == found[1]
+    assert UNEVEN in found[0][0]
+
+
+def test_inductor_runs_them(two):
+    _judge(two.run(_run, "there_and_back", TABLES["differing"], {}), "differing")
