@@ -275,14 +275,12 @@ class Decider:
             self._widen(name, site.requirement)
             self._place(site, "bind", name)
             return
-        if site.writes and not self._is_last_alias(site, root):
-            self._leave_out(site, "the op writes it, and other views of it are used later")
-            return
         if site.writes and self._is_made_here(root):
             self.copied.add(root)
         name = f"{site.node.name}.{site.where}"
         buffer = self._buffer(site, name, site.value, whole=False)
-        self._place(site, "stage", buffer.name, reason, by_producer=by_producer)
+        viewed = site.writes and self._is_viewed_later(site, root)
+        self._place(site, "stage", buffer.name, reason, by_producer=by_producer, viewed=viewed)
 
     def _write_of(self, node: fx.Node) -> Write | None:
         """How a node can write into given memory; what is left out runs as it is."""
@@ -369,17 +367,11 @@ class Decider:
             return "it comes from outside the graph, and its aliases cannot be followed"
         return None
 
-    def _is_last_alias(self, site: Site, root: Value) -> bool:
-        """Whether nobody looks at a written storage through another view after the op.
-
-        Such views of an input see the bytes that are copied back; those of a tensor that the graph
-        made would not, because its readers are given the copy instead.
-        """
-        if not self._is_made_here(root):
-            return True
+    def _is_viewed_later(self, site: Site, root: Value) -> bool:
+        """Whether somebody looks at a written storage through another view after the op."""
         order = self.values.order
         at = order[site.node]
-        return not any(
+        return any(
             order[user] > at
             for value in self._classes[root]
             if value != site.value and order[value[0]] < at

@@ -39,6 +39,7 @@ class Site:
         reason: Why it is staged or left out.
         by_producer: Whether it is staged because what makes it cannot write it in place.
         writes: Whether the op writes it (arguments only).
+        viewed: Whether the op writes a copy of it, and other views of it are used later.
         stays: Whether a staged result is copied into its placement rather than out of it.
     """
 
@@ -54,6 +55,7 @@ class Site:
     reason: str = ""
     by_producer: bool = False
     writes: bool = False
+    viewed: bool = False
     stays: bool = False
 
     @property

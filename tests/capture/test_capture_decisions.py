@@ -77,15 +77,15 @@ def test_of_several_results_the_declared_one_is_placed(groups):
 
 
 @pytest.mark.parametrize(
-    ("op", "view", "how"),
+    ("op", "view", "viewed"),
     [
-        ("bump", lambda t: t[:2], None),
-        ("bump", lambda t: t, "stage"),
-        ("peer_mean", lambda t: t[:2], "stage"),
+        ("bump", lambda t: t[:2], True),
+        ("bump", lambda t: t, False),
+        ("peer_mean", lambda t: t[:2], False),
     ],
 )
-def test_a_copy_is_written_only_if_no_other_view_of_the_original_is_used_later(
-    groups, op, view, how
+def test_of_a_written_copy_it_is_known_whether_other_views_of_the_original_are_used_later(
+    groups, op, view, viewed
 ):
     def program(x):
         made = torch.cumsum(x, 0)  # which cannot be written to a placement
@@ -93,9 +93,9 @@ def test_a_copy_is_written_only_if_no_other_view_of_the_original_is_used_later(
         getattr(T, op)(made, groups[0])
         return seen + 1
 
-    ((state, reason),) = decided(captured(program)).values()
-    assert state == how
-    assert ("other views of it are used later" in reason) == (how is None)
+    (site,) = captured(program).sites
+    assert site.how == "stage"
+    assert site.viewed == viewed
 
 
 def test_views_that_are_used_before_or_by_the_op_itself_do_not_matter(groups):

@@ -176,17 +176,17 @@ def _copy_back(
 ) -> None:
     """The op wrote a staged argument: bring the bytes to those who read it later.
 
-    An input of the graph is written back. For a tensor that the graph made, its later readers
-    take a copy instead; capture has made sure that they read it through no other view.
+    An input of the graph is written back, and so is a tensor of which other views are read later.
+    Later readers of another tensor that the graph made take a copy instead.
     """
-    outside = source.op != "call_function"
+    in_place = source.op != "call_function" or site.viewed
     with _behind(emitter, max(waits.values(), default=anchor)):
-        if outside:
+        if in_place:
             back = emitter.add(torch.ops.aten.copy_.default, (source, view))
         else:
             back = emitter.add(torch.ops.aten.clone.default, (view,))
-    written = source if outside else back
-    if not outside:
+    written = source if in_place else back
+    if not in_place:
         _redirect(source, back, behind=back)
     for path, value in results.items():
         if value is not view:
