@@ -173,8 +173,10 @@ class Process:
     side_streams: dict[Any, Any] = field(factory=dict)
     #: Of each thread. The one thread of a child goes on where its parent's was.
     thread: ThreadState = field(factory=ThreadState, metadata=_INHERITED)
-    #: The eager `Session` that was entered: written by it, read by `symmplan.placed`.
+    #: The eager `Session` that was entered: written by it, read by `symmplan.placed`; and the lock
+    #: under which one is entered.
     session: Any = None
+    entering: Any = field(factory=threading.Lock)
     #: Its `SessionKeys`: written when it is entered and left, read by every exchange.
     session_keys: Any = None
     #: The simulated `World`: written by `symmplan.simulate`, read by all that asks peers or memory.

@@ -57,6 +57,8 @@ def is_fresh(process):
             value, other = vars(value), vars(other)
         if f.name == "segments":
             value, other = len(value), len(other)
+        if f.name == "entering":
+            value, other = type(value), type(other)
         if value == other:
             fresh.add(f.name)
     return fresh

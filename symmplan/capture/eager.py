@@ -31,7 +31,7 @@ from symmplan.capture.module_names import name_modules, parameter_owners
 from symmplan.capture.signatures import signature, stand_in
 from symmplan.capture.streams import MAIN, Timeline
 from symmplan.device import device_of
-from symmplan.torch_private import dispatch, threads, works
+from symmplan.torch_private import compilers, dispatch, threads, works
 from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
@@ -167,18 +167,27 @@ class Recorder(TorchDispatchMode):
         self.writes: dict[fx.Node, Write] = {}
         self._names = 0
         self._closed = False
+        self._entered = False
 
     def __enter__(self) -> Self:
         self.timeline.current()  # the stream on which it starts
         if self._streams is not None:
             self._inside.enter_context(self._streams.watching(self.timeline))
         super().__enter__()  # type: ignore[no-untyped-call]
+        self._entered = True
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._inside.close()
         self._closed = True
+        self._inside.close()
+        if not compilers.in_compiled_call():
+            self.leave()
+
+    def leave(self) -> None:
+        """Be no dispatch mode any more, if it is one. Not in a call of a compiled function."""
+        if self._entered:
+            self._entered = False
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

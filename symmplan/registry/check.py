@@ -12,7 +12,7 @@ from symmplan.model import DEFAULT_ALIGN, OpSpec, Requirement
 from symmplan.registry.schema import resolve, schema_of, suggestion
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from symmplan.registry.schema import Schema
 
@@ -40,8 +40,11 @@ def make_spec(
     declarations make equal specs.
 
     Raises:
-        DeclarationError: The declaration does not fit the schema.
+        DeclarationError: The declaration does not fit the schema, or a fact is neither true nor
+            false.
     """
+    facts = {"signal_pad": signal_pad, "handshake": handshake, "release": release}
+    _check_facts(schema, {**facts, "asynchronous": asynchronous})
     group = _group_argument(schema) if group is None else _checked_group(schema, group)
     found: dict[str, Requirement] = {}
     for item in where:
@@ -195,6 +198,18 @@ def _checked_group(schema: Schema, group: object) -> str:
         where=group,
         existing=tuple(candidates),
     )
+
+
+def _check_facts(schema: Schema, facts: Mapping[str, object]) -> None:
+    for name, value in facts.items():
+        if not isinstance(value, bool):
+            raise DeclarationError(
+                f"{name} of {schema.op} is {value!r}",
+                expected="True or False",
+                got=repr(value),
+                fix=f"say {name}=True if that always holds, else leave it out",
+                op=schema.op,
+            )
 
 
 def _check_align(schema: Schema, asked: Requirement) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+import inspect
+import sys
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import _guards
@@ -14,11 +16,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from contextlib import AbstractContextManager
 
+Called = TypeVar("Called", bound="Callable[..., Any]")
 
-def outside_graphs(fn: Any) -> Any:
+
+def outside_graphs(fn: Called) -> Called:
     """A function that compilers do not look into: a graph ends before it."""
     OUTSIDE.require()
-    return torch._disable_dynamo(fn)  # type: ignore[attr-defined]
+    found: Called = torch._disable_dynamo(fn)  # type: ignore[attr-defined,assignment]
+    return found
+
+
+def in_compiled_call() -> bool:
+    """Whether a call of a compiled function is under way, which ends with the modes it began in."""
+    frame = inspect.currentframe() if "torch._dynamo.eval_frame" in sys.modules else None
+    while frame is not None:
+        # Dynamo's wrapper of a compiled function keeps the dispatcher's keys there.
+        if "saved_include_set" in frame.f_code.co_varnames:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def compiled_frame() -> int | None:

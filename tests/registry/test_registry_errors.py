@@ -163,6 +163,15 @@ def test_several_arguments_that_may_name_the_group():
     assert error.existing == ("group_a", "group_b")
 
 
+@pytest.mark.parametrize("fact", ["handshake", "release", "signal_pad", "asynchronous"])
+@pytest.mark.parametrize("value", ["maybe", 1, None])
+def test_facts_are_true_or_false(fact, value):
+    text, error = refused(F, "input", **{fact: value})
+    assert f"{fact} of symmtest_errors::f.default is {value!r}\n" in text
+    assert "expected True or False" in text
+    assert error.op == "symmtest_errors::f.default"
+
+
 @pytest.mark.parametrize("align", [0, -8, 24, 16.0, True, "16", None])
 def test_alignment(align):
     text, error = refused(F, "input", align=align)

@@ -128,8 +128,7 @@ class Emitter:
         assert site.source is not None
         self._device = captured.values.tensors[(site.source, site.path)].device
         # Nothing erases it: it is put here to mark the place, and goes when the graph is done.
-        at = next(n for n in self.graph.nodes if n.op != "placeholder")
-        with self.graph.inserting_before(at):
+        with self.graph.inserting_before(self._behind_inputs()):
             self._body = self.graph.call_function(_begin)
 
     @property
@@ -223,8 +222,7 @@ class Emitter:
         """The input for a key, added when it is first asked for."""
         node = self.inputs.get(key)
         if node is None:
-            behind = next(n for n in self.graph.nodes if n.op != "placeholder")
-            with self.graph.inserting_before(behind):  # a graph of constants has no other inputs
+            with self.graph.inserting_before(self._behind_inputs()):
                 words = (key.segment, str(key.dtype).removeprefix("torch."), key.begin)
                 name = "_".join(str(w) for w in words if w is not None)
                 node = self.graph.placeholder(f"{_SEGMENT}_{name}")
@@ -232,6 +230,12 @@ class Emitter:
                 node.meta["val"] = torch.empty(key.numel, dtype=key.dtype, device=self._device)
             self.inputs[key] = node
         return node
+
+    def _behind_inputs(self) -> fx.Node:
+        """The first node behind the inputs, among which there may be constants."""
+        inputs = self.graph.find_nodes(op="placeholder")
+        first: fx.Node = next(iter(self.graph.nodes))
+        return inputs[-1].next if inputs else first
 
     def placement(self, buffer: str, like: Any, *, contiguous: bool = False) -> fx.Node:
         """The placement as a tensor like ``like``, inserted at the current point."""

@@ -216,6 +216,10 @@ class IterationRecording:
         self._recorder.__exit__(None, None, None)
         self._scratch.release()
 
+    def leave(self) -> None:
+        """See `Recorder.leave`."""
+        self._recorder.leave()
+
     def freeze(self) -> Frozen:
         """Plan what was recorded, and get its memory.
 

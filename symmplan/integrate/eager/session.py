@@ -30,6 +30,7 @@ from symmplan.runtime.stats import Copy, Stats
 from symmplan.runtime.tenants import ran
 from symmplan.runtime.watching import Watching
 from symmplan.torch_private import c10d
+from symmplan.torch_private.compilers import outside_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,6 +53,7 @@ class Session:
         self._settings = Settings(groups, device, streams_of(device), options)
         self._state: Literal["new", "recording", "frozen", "released"] = "new"
         self._recording: IterationRecording | None = None
+        self._recorded: IterationRecording | None = None  # the last
         self._frozen: Frozen | None = None
         self._serving = contextlib.ExitStack()  # ends what catches the program's calls
         self._cursor: Cursor | None = None  # once there is a plan
@@ -76,6 +78,7 @@ class Session:
         return None if self._frozen is None else self._frozen.plan
 
     @property
+    @outside_graphs
     def stats(self) -> Stats:
         """See `Stats`."""
         frozen = self._frozen
@@ -118,23 +121,26 @@ class Session:
         """The planned calls that this iteration has made."""
         return [] if self._cursor is None else self._events[: self._cursor.at]
 
+    @outside_graphs
     def __enter__(self) -> Self:
-        if PROCESS.session is not None:
-            raise SessionError(
-                "two eager sessions at a time",
-                expected="at most one in a process",
-                got="one inside another",
-                fix="leave the first session before you enter the next",
-            )
-        if self._state != "new":
-            raise self._released()
-        self._keys = enter_session(self._settings.group)
-        self._is_program = threads_of_program()
-        PROCESS.session = self
+        with PROCESS.entering:
+            if PROCESS.session is not None:
+                raise SessionError(
+                    "two eager sessions at a time",
+                    expected="at most one in a process",
+                    got="one inside another, or one in another thread",
+                    fix="leave the first session before you enter the next",
+                )
+            if self._state != "new":
+                raise self._released()
+            PROCESS.session, self._state = self, "recording"
         try:
+            self._keys = enter_session(self._settings.group)
+            self._is_program = threads_of_program()
             self._record(self._keys)
         except BaseException as error:
-            self._keys.fail(error)
+            if self._keys is not None:
+                self._keys.fail(error)
             self.release()
             raise
         return self
@@ -143,7 +149,9 @@ class Session:
         self._faults = Faults(keys, self._stop_serving)
         self._state = "recording"
         self._recording = IterationRecording(self._settings, self._is_program, self._faults.telling)
+        self._recorded = self._recording
 
+    @outside_graphs
     def step(self) -> None:
         """End an iteration. The first one is planned here, and its memory rendezvoused.
 
@@ -216,6 +224,7 @@ class Session:
 
             self._serving.enter_context(Watching(self._settings.options.timeout, serves))
 
+    @outside_graphs
     def check(self, iteration: Callable[[], Any]) -> Checked:
         """Run an iteration under torch's profiler, and compare what ran with the plan.
 
@@ -237,6 +246,7 @@ class Session:
         self._checked = check(iteration, self._settings.device if planned else None)
         return self._checked
 
+    @outside_graphs
     def replan(self) -> None:
         """Drop the plan; the next iteration is recorded and planned.
 
@@ -321,6 +331,7 @@ class Session:
         given = make, *args
         return self._serve(None, None, given, kwargs, given, kind)  # type: ignore[no-any-return]
 
+    @outside_graphs
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._state == "released" or self._settings.group.forked:
             self.release()
@@ -357,7 +368,11 @@ class Session:
         self._serving.close()
         self._counts += counted(self._made)
         self._cursor = None
+        if self._recorded is not None:
+            self._recorded.leave()
+            self._recorded = None
 
+    @outside_graphs
     def release(self) -> None:
         """Free all memory of the session. Leaving the with-block calls this. Idempotent.
 

@@ -20,6 +20,7 @@ from symmplan.runtime.observe import Checked, check
 from symmplan.runtime.options import Options, whole
 from symmplan.runtime.stats import Stats
 from symmplan.torch_private import autograd, fsdp2, fsdp2_in_place
+from symmplan.torch_private.compilers import outside_graphs
 from symmplan.torch_private.table import require
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Handle:
         state = state if self._plain else "removed"
         return f"<symmplan.fsdp.Handle: {self._count} modules, {state}>"
 
+    @outside_graphs
     def __enter__(self) -> Self:
         self._must_be_applied("__enter__")
         return self
@@ -88,6 +90,7 @@ class Handle:
         return self._runtime.planning.choices
 
     @property
+    @outside_graphs
     def stats(self) -> Stats:
         """The counters of the model's collectives since `apply`."""
         counts = dict[str, Any](self._runtime.counts)
@@ -131,6 +134,7 @@ class Handle:
             metrics[f"symmplan/algorithms/{name.replace('-', '_').replace(' ', '_')}"] = count
         return metrics
 
+    @outside_graphs
     def freeze(self) -> None:
         """Plan what was recorded so far, without waiting for the end of the first step.
 
@@ -144,6 +148,7 @@ class Handle:
         self._must_be_applied("freeze")
         self._runtime.freeze()
 
+    @outside_graphs
     def check(self, step: Callable[[], Any]) -> Checked:
         """Run a step under torch's profiler, and compare what ran with the plan.
 
@@ -165,6 +170,7 @@ class Handle:
         self._checked = check(step, self._runtime.memory.device if self.planned else None)
         return self._checked
 
+    @outside_graphs
     def remove(self) -> None:
         """Restore FSDP2's own collectives, and release the segments. Idempotent.
 

@@ -79,7 +79,7 @@ OUTSIDE = Seam(
     "functions outside of graphs",
     "correctness",
     "compilers do not trace calls that plan",
-    ("experts",),
+    ("experts", "fsdp", "sessions"),
     names("torch", "_disable_dynamo"),
 )
 

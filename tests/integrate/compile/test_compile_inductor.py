@@ -312,3 +312,59 @@ def test_no_copies_are_added_but_those_that_are_stated(request, ranks, function)
     assert stats.bound >= 3
     if function is _chain:
         assert not staged
+
+
+# -- inference with other options of Inductor -----------------------------------------------------
+
+
+class _Split(torch.nn.Module):
+    """A product that is summed over the ranks, and one with a gathered weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(8, 8)
+        self.part = torch.nn.Parameter(torch.randn(4, 8))
+        self.register_buffer("scale", torch.randn(8))
+
+    def forward(self, x, group):
+        x = F.wait_tensor(F.all_reduce(self.first(x), "sum", group))
+        # Torch's own freezing hangs where a weight alone is gathered.
+        weight = F.wait_tensor(F.all_gather_into_tensor(self.part * x[0], 2, group))
+        return F.wait_tensor(F.all_reduce(x @ weight.t() * self.scale, "sum", group)) + x
+
+
+_INFERENCE = {
+    "freezing": {"freezing": True},
+    "freezing for good": {"freezing": True, "freezing_discard_parameters": True},
+    "max_autotune": {"max_autotune": True, "coordinate_descent_tuning": True},
+    "reduce-overhead": {"triton.cudagraphs": True},
+}
+
+
+def _inference(rank, size, option, bind):
+    import torch.distributed as dist
+    from torch._inductor import config
+
+    import symmplan
+
+    torch._dynamo.reset()
+    torch.manual_seed(rank)
+    model, group = _Split().eval(), dist.group.WORLD.group_name
+    backend = symmplan.backend(memory="shm", timeout=60.0, bind=bind)
+    inputs = [torch.randn(4, 8) for _ in range(3)]
+    with torch.no_grad():
+        wanted = [model(x, group) for x in inputs]
+        with config.patch(_INFERENCE[option]):
+            compiled = torch.compile(model, backend=backend, fullgraph=True)
+            for x, want in zip(inputs, wanted, strict=True):
+                torch.testing.assert_close(compiled(x, group), want)
+    placed = backend.stats.placed
+    backend.release()
+    return placed
+
+
+@pytest.mark.parametrize("bind", [False, True], ids=["copied", "pinned"])
+@pytest.mark.parametrize("option", _INFERENCE)
+def test_inference_with_other_options_of_inductor(pair, option, bind):
+    first, second = pair.run(_inference, option, bind)
+    assert first == second > 0
