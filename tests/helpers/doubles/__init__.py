@@ -76,6 +76,7 @@ def installed(*, total=80 << 30, had=4 << 30, nccl=(2, 28, 9), counted=False):
         counted: Whether the tensors of the program take bytes of it, which excludes compilers.
     """
     from symmplan.device import replace_kind
+    from symmplan.memory import kernels
     from symmplan.runtime import clock
     from symmplan.torch_private import nccl as nccl_seam
     from symmplan.torch_private import symm_mem
@@ -94,6 +95,8 @@ def installed(*, total=80 << 30, had=4 << 30, nccl=(2, 28, 9), counted=False):
         put_in_torch(stack)
         # Speed is not what a double has, so nobody waits for products of a device's size.
         stack.enter_context(mock.patch.object(clock._DeviceClock, "_rows", 32))
+        # A copy past torch would not wait for what its stream has queued.
+        stack.enter_context(mock.patch.object(kernels, "_SMALL", -1))
         network.install()
         stack.callback(network.uninstall)
         if counted:

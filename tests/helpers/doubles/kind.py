@@ -7,7 +7,7 @@ import contextlib
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from doubles.network import Pool
+from doubles.network import DEVICE_EVENT, Pool
 from doubles.streams import Event, Stream, current, streams
 from symmplan.device.base import Device, DeviceMemory
 
@@ -51,7 +51,7 @@ class DoubledDevice(Device):
 
     @staticmethod
     def ran(event):
-        return event.query()
+        return event.name().startswith(DEVICE_EVENT)
 
     def synchronize(self):
         streams().synchronize()

@@ -120,6 +120,8 @@ class Streams(threading.local):
     def __init__(self, default, made):
         self.default = self.current = default
         self.made = made
+        #: Called with the target of each copy on a side stream.
+        self.copied = lambda target: None
 
     def synchronize(self):
         _not_captured(self.current, "cudaDeviceSynchronize")
@@ -177,6 +179,8 @@ class _Late(TorchDispatchMode):
         kwargs, stream, schema = kwargs or {}, self._stream, op._schema
         late = schema.name.startswith(("aten::", "fsdp::")) and _writes_given(schema)
         if late:
+            if op is torch.ops.aten.copy_.default:
+                streams().copied(args[0])
             stream.queue(lambda: _run(op, args, kwargs))
             return _given(schema, args, kwargs)
         if schema.name not in _FACTORIES and not getattr(op, "is_view", False):

@@ -30,7 +30,13 @@ class SymmetricMemory:
     def __init__(self, device, network):
         self.device, self.network = device, network
         self.name, self.used = "CUDA", False
-        self._files = []
+        self._files, self._mapped = [], []
+        streams().copied = self._copied
+
+    def _copied(self, target):
+        """A copy into a peer's memory is a copy engine's."""
+        if any(block.holds(target) for block in self._mapped):
+            self.network.ran("Memcpy PtoP (Device -> Device)", "")
 
     def backend_of(self, device):
         return self.name
@@ -100,6 +106,8 @@ class SymmetricMemory:
             else mapping_of(process, there, n)
             for r, (process, there, n, _) in enumerate(told)
         ]
+        self._mapped = [block for block in self._mapped if block.alive]
+        self._mapped += [Block.of(p) for r, p in enumerate(peers) if r != group.rank()]
         barriers = [_Barrier(self.device, group) for _ in range(2)]
         exchanged(group, "mapped")
         return Handle(self.name, group, peers, barriers)

@@ -1,0 +1,261 @@
+"""Each integration with each algorithm over memory="nccl" and "cuda", on the doubles of a device.
+
+Bit for bit beside the program without symmplan, with other inputs in each iteration.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+from doubles import on_devices, state
+from fsdp_models import Net, batch, both, shard
+from fsdp_models import mesh as mesh_of
+from parallel_blocks import blocks, shards, trained
+from paths import TESTS
+from ranks import pool_of
+
+import symmplan
+
+pytestmark = pytest.mark.ranks
+
+F = torch.ops._c10d_functional
+
+GATHERS = {"nccl": ["placed", "copy engine", "ordinary"], "cuda": ["placed", "ordinary"]}
+SUMS = {memory: [*of, "push", "shared push"] for memory, of in GATHERS.items()}
+
+pair = pool_of(2, timeout=100.0)
+fresh = pool_of(2, timeout=100.0)
+
+
+def _on_hosts(rank, world):
+    """Two ranks on each host."""
+    os.environ["NCCL_HOSTID"] = f"host {rank // 2}"
+
+
+four = pool_of(4, setup=_on_hosts, timeout=100.0)
+
+
+def _ran():
+    """What has run, in the words of a profile, and what was refused."""
+    kinds = {"Memcpy PtoP": "copies", "ncclSymk": "symmetric", "ncclDevKernel": "kernels"}
+    names = {kind for name in state().kernels for text, kind in kinds.items() if text in name}
+    return sorted(names), state().refused
+
+
+# FSDP2.
+
+
+def _train(model, trace, rank):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for step in range(4):
+        loss = model(batch(step, rank)).pow(2).mean()
+        loss.backward()
+        trace.add(f"{step}.loss", loss)
+        trace.grads(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    trace.parameters(model)
+
+
+def _fsdp(rank, world, memory, choose, close=0.0):
+    def look(handle):
+        x = batch(9, rank)
+        checked = handle.check(lambda: model[0](x).sum().backward())
+        return [(c.planned.algorithm, c.algorithm) for c in checked.calls]
+
+    model = []
+
+    def build():
+        model[:] = [shard(Net(2), mesh=mesh_of(world))]
+        return model[0]
+
+    given = {"memory": memory, "choose": choose, "look": look if close == 0.0 else None}
+    found = both(build, _train, rank, close=close, **given)
+    return found["differences"], found["stats"]["placed"], found["looked"], *_ran()
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("memory", ["nccl", "cuda"])
+def test_fsdp_by_each_algorithm(pair, memory):
+    for choose in SUMS[memory]:
+        first, second = pair.run(on_devices, _fsdp, memory, choose)
+        assert first == second
+        differences, placed, calls, kinds, refused = first
+        assert (differences, refused) == ([], [])
+        assert (placed > 0) == (choose != "ordinary")
+        if memory == "nccl":  # the process group does not know CUDA's mappings
+            assert {ran for _, ran in calls} <= {planned for planned, _ in calls}
+        assert ("copies" in kinds) == (choose in ("copy engine", "push", "shared push"))
+        assert ("symmetric" in kinds) == ((memory, choose) == ("nccl", "placed"))
+
+
+# Compiled graphs and sessions.
+
+
+def _program(x, group):
+    whole = F.wait_tensor(F.all_gather_into_tensor(x.sin(), 2, group))
+    part = F.wait_tensor(F.reduce_scatter_tensor(whole * 2, "sum", 2, group))
+    pending = F.all_gather_into_tensor_coalesced([part.cos(), part + 1], 2, group)
+    total = F.wait_tensor(F.all_reduce(part, "sum", group))
+    parts = F.wait_tensor(F.all_to_all_single(total * 2, [2, 2], [2, 2], group))
+    a, b = map(F.wait_tensor, pending)
+    return a + b, parts
+
+
+def _turns(rank, count=5):
+    """Inputs that change, and the results of the program without symmplan."""
+    import torch.distributed as dist
+
+    group = dist.group.WORLD.group_name
+    generator = torch.Generator().manual_seed(rank)
+    inputs = [torch.randn(4, 8, generator=generator) for _ in range(count)]
+    return group, [(x, _program(x, group)) for x in inputs]
+
+
+def _graph(rank, world, memory, inner, choose):
+    torch._dynamo.reset()
+    group, turns = _turns(rank)
+    before = len(state().kernels)
+    backend = symmplan.backend(inner=inner, memory=memory, choose=choose, timeout=30.0)
+    compiled = torch.compile(_program, backend=backend, fullgraph=True)
+    wrong = [i for i, (x, want) in enumerate(turns) if not _same(compiled(x, group), want)]
+    del state().network.kernels[:before]
+    placed = backend.stats.placed
+    backend.release()
+    return wrong, placed, *_ran()
+
+
+def _session(rank, world, memory, choose):
+    group, turns = _turns(rank)
+    before = len(state().kernels)
+    with symmplan.eager(memory=memory, choose=choose, timeout=30.0) as session:
+        wrong = []
+        for i, (x, want) in enumerate(turns):
+            if not _same(_program(x, group), want):
+                wrong.append(i)
+            session.step()
+        placed = session.stats.placed
+    del state().network.kernels[:before]
+    return wrong, placed, *_ran()
+
+
+def _same(got, want):
+    return all(map(torch.equal, got, want))
+
+
+def _judge(found, memory, choose):
+    first, second = found
+    assert first == second
+    wrong, placed, kinds, refused = first
+    assert (wrong, refused) == ([], [])
+    assert (placed > 0) == (choose != "ordinary")
+    assert ("copies" in kinds) == (choose == "copy engine")
+    assert ("symmetric" in kinds) == (memory == "nccl" and choose != "ordinary")
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("memory", ["nccl", "cuda"])
+def test_sessions_by_each_algorithm(pair, memory):
+    for choose in GATHERS[memory]:
+        _judge(pair.run(on_devices, _session, memory, choose), memory, choose)
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("memory", ["nccl", "cuda"])
+def test_graphs_by_each_algorithm(pair, memory):
+    for choose in GATHERS[memory]:
+        _judge(pair.run(on_devices, _graph, memory, "eager", choose), memory, choose)
+
+
+@pytest.mark.further
+@pytest.mark.parametrize("memory", ["nccl", "cuda"])
+def test_inductor_s_graphs_by_each_algorithm(pair, memory):
+    for choose in GATHERS[memory]:
+        _judge(pair.run(on_devices, _graph, memory, "inductor", choose), memory, choose)
+
+
+def _measured(rank, world, memory):
+    """Which algorithms are timed, in a graph."""
+    torch._dynamo.reset()
+    group, turns = _turns(rank, 2)
+    backend = symmplan.backend(inner="eager", memory=memory, choose="measure", timeout=30.0)
+    compiled = torch.compile(_program, backend=backend, fullgraph=True)
+    wrong = [i for i, (x, want) in enumerate(turns) if not _same(compiled(x, group), want)]
+    timed = sorted({(c.op.partition("::")[2], *sorted(c.seconds)) for c in backend.choices})
+    chosen = [c.algorithm for c in backend.choices]
+    backend.release()
+    return wrong, timed, chosen, state().refused
+
+
+@pytest.mark.parametrize("memory", ["nccl", "cuda"])
+def test_each_algorithm_is_measured(pair, memory):
+    first, second = pair.run(on_devices, _measured, memory)
+    assert first == second
+    wrong, timed, _, refused = first
+    assert (wrong, refused) == ([], [])
+    engines = ("copy engine",) * (memory == "nccl")
+    by_op = {op.removesuffix(".default"): algorithms for op, *algorithms in timed}
+    assert by_op["all_gather_into_tensor"] == [*engines, "ordinary", "symmetric"]
+    assert by_op["reduce_scatter_tensor"] == ["ordinary", "symmetric"]
+
+
+def _pipelined(rank, world, memory):
+    torch._dynamo.reset()
+    model = blocks(mesh_of(world), 0, layers=1)
+    backend = symmplan.backend(inner="eager", memory=memory, choose="pipelined", timeout=60.0)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for step in range(3):
+        x = shards(rank, world, 0, step)
+        expected = trained(model, model, x)  # sums of products, in another order
+        torch.testing.assert_close(trained(model, compiled, x), expected, rtol=1e-4, atol=1e-5)
+    ops = [site.op for plan in backend.plans for site in plan.problem.operations]
+    backend.release()
+    return sum("shift" in op for op in ops), state().refused
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("memory", ["nccl", "cuda"])
+def test_pipelined_blocks(pair, memory):
+    assert pair.run(on_devices, _pipelined, memory) == [(4, [])] * 2
+
+
+# Experts.
+
+
+def _experts(rank, world, seeds, choose):
+    sys.path.append(str(TESTS / "integrate/moe"))
+    from test_moe import random_calls
+
+    return random_calls(rank, world, seeds, choose), state().refused
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("choose", ["push", "ordinary"])
+def test_rows_of_experts(fresh, choose):
+    first, second = fresh.run(on_devices, _experts, range(3), choose)
+    assert first == second
+    assert first[1] == []
+
+
+# Two levels.
+
+
+def _levels(rank, world):
+    """FSDP2, a graph and a session over two hosts: what differs, and the algorithms."""
+    found = both(
+        lambda: shard(Net(2), mesh=mesh_of(world)),
+        _train,
+        rank,
+        look=lambda handle: sorted({c.algorithm for c in handle.choices}),
+        memory="cuda",
+        choose="two-level",
+        close=1e-5,
+    )
+    return found["differences"], found["stats"]["placed"] > 0, state().refused
+
+
+def test_fsdp_in_two_levels(four):
+    assert four.run(on_devices, _levels) == [([], True, [])] * 4
