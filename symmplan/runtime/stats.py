@@ -70,8 +70,9 @@ class Stats:
             beyond segments and torch's allocator: by all of the process; 0 on the CPU.
         beyond_segments: The same by what took them, most first: ``"rendezvous"``, the
             ``"communicators"`` for copy engines and between hosts, the ``"windows"`` of segments in
-            those, ``"trials"`` besides, and ``"kernels"``. Below 0 if another process has returned
-            bytes meanwhile. Where torch knows what communicators have, it was asked.
+            those, ``"trials"`` besides, and ``"kernels"``. Below 0 if bytes were returned: trials
+            return the windows in which they measured. Where torch knows what communicators have,
+            it was asked.
         bytes_without_owner: Bytes that are in use besides, and were not when symmplan first took
             any, by the driver's number: the program's kernels and later communicators, and other
             processes.

@@ -1,0 +1,94 @@
+"""What an FSDP2 model takes of a device beyond its tensors, and a device that torch's cache fills.
+
+Doubles of the device and of NCCL count bytes; see `doubles`.
+"""
+
+from __future__ import annotations
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+from doubles import on_devices, state
+from doubles.network import BYTES, RESTRICTED, WINDOW
+from ranks import pool_of
+
+import symmplan
+from symmplan.process import PROCESS
+
+two = pool_of(2, timeout=120)
+
+GiB, MiB = 1 << 30, 1 << 20
+#: What torch's allocator has cached of what the program did before.
+HAD = 4 * GiB
+
+
+def _trained(rank, world, choose, **options):
+    """Three steps of a model: what was taken, and what ran over communicators for copy engines."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(3)))
+    for module in (*model, model):
+        fully_shard(module, mesh=dist.init_device_mesh("cpu", (world,)))
+    handle = symmplan.fsdp.apply(model, choose=choose, timeout=30.0, **options)
+    for step in range(3):
+        model(torch.full((4, 1024), float(rank + step))).square().mean().backward()
+    engines = [group.group_name for group in PROCESS.engines_made.values()]
+    ran = {name for name, group in state().network.kernels if group in engines}
+    found = handle.stats, ran, dict(state().device.taken), state().device.cached
+    handle.remove()
+    return found
+
+
+def _in_room(rank, world, choose, free, window=WINDOW, **options):
+    """``free`` is what the driver has free beside the cache and the program's communicator."""
+    run = functools.partial(_trained, **options)
+    with mock.patch("doubles.symmetric.WINDOW", window):
+        return on_devices(rank, world, run, choose, total=HAD + BYTES + free)
+
+
+def _with_modules(rank, world, window):
+    """More modules may be unsharded than before, so a plan need not stay below what there was."""
+    return _in_room(rank, world, "symmetric", 320 * MiB, window, unsharded_modules=2)
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+@pytest.mark.parametrize(
+    ("choose", "free"),
+    [
+        ("push", 64 * GiB),
+        pytest.param("push", 30 * MiB, marks=pytest.mark.further),  # less than a window takes
+        pytest.param("copy engine", 64 * GiB, marks=pytest.mark.further),
+        pytest.param("copy engine", 30 * MiB, marks=pytest.mark.further),
+        pytest.param("symmetric", 30 * MiB, marks=pytest.mark.further),
+    ],
+)
+def test_a_model_takes_little_beside_its_segments_also_where_the_cache_has_the_device(
+    two, choose, free
+):
+    for stats, ran, taken, cached in two.run(_in_room, choose, free):
+        assert (stats.served, stats.plain, stats.reasons) == (2 * 3 * 3, 0, ())
+        # No ordinary collective runs there, and no second communicator is made.
+        assert ran == {"Memcpy PtoP (Device -> Device)"} or choose == "symmetric"
+        by_engines = choose in ("push", "copy engine")
+        ours = 0 if choose == "symmetric" else RESTRICTED
+        assert taken["communicators"] == BYTES + ours
+        assert taken["windows"] == (2 * WINDOW if by_engines else WINDOW)
+        assert stats.bytes_beyond_segments == taken["windows"] + ours
+        assert stats.bytes_without_owner == 0
+        if by_engines:
+            causes = {"rendezvous": WINDOW, "windows": WINDOW, "communicators": RESTRICTED}
+            assert dict(stats.beyond_segments) == causes
+        assert cached == 0 or free > WINDOW
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+def test_what_cannot_be_registered_beside_the_cache_is_placed_without_it(two):
+    """There is room for the segment beside the cache, but not for its window."""
+    for stats, _, _, cached in two.run(_with_modules, 400 * MiB):
+        assert (stats.served, stats.plain, stats.reasons) == (2 * 3 * 3, 0, ())
+        assert cached == 0
