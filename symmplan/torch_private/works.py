@@ -92,8 +92,17 @@ class _Watched(dist.Work):
 
 @functools.cache
 def finished() -> Any:
-    """A work that is over. One for all, as a box does not keep its Python half."""
+    """A work that is over, whose results nobody asks it for.
+
+    One for all, as a box does not keep its Python half.
+    """
     return _Watched(None, None, None, None)
+
+
+def finished_work(written: torch.Tensor) -> tuple[Any, Any]:
+    """A work that is over, as `watched_work` gives it, of a collective that wrote a tensor."""
+    handle = _Watched(None, None, written, None)
+    return handle, handle.boxed()
 
 
 def watched_work(

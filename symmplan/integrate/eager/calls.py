@@ -251,9 +251,14 @@ def _work(
         if machine.work is not None and (call.engine or any(s.writes for s in staged)):
             machine.do(_wait, machine.work)
         _copy_back(call, machine, staged)
-        if machine.work is None:
-            return works.finished().boxed()
-        return machine.do(_boxed, machine.work)
+
+        def over(work: Any, written: torch.Tensor) -> Any:
+            if work is not None:
+                return work.boxed()
+            event.work, box = works.finished_work(written)
+            return box
+
+        return machine.do(over, machine.work, form.written)
     behind = EagerMachine(event)
     _copy_back(call, behind, staged)
     back = behind.function()
@@ -280,10 +285,6 @@ def _wait(work: Any) -> None:
 def _ended_by_wait(out: torch.Tensor, work: Any) -> None:
     if work is not None:
         works.ended_by_wait(out, work)
-
-
-def _boxed(work: Any) -> Any:
-    return works.finished().boxed() if work is None else work.boxed()
 
 
 def _results(

@@ -34,6 +34,11 @@ _PATIENCE = 2.0
 
 REDO = "make the same calls in every iteration, or call session.replan() on all ranks"
 
+_SETTLE = (
+    "; with DistributedDataParallel, which rebuilds its buckets after its first backward pass, "
+    "enter the session after two iterations"
+)
+
 # What sessions leave in cycles may hold a process group, whose threads must not outlive Python.
 atexit.register(gc.collect)
 
@@ -91,6 +96,8 @@ class Faults:
         and of a buffer where there are no better ones.
         """
         group = self._keys.group
+        if fix == REDO and getattr(event and event.call.op, "namespace", "") == "c10d":
+            fix += _SETTLE
         error = RunError(
             f"rank {group.rank}: {what}",
             expected=expected,
