@@ -23,6 +23,7 @@ __all__ = [
     "DeclarationError",
     "MissingSeamError",
     "NotSymmetricError",
+    "OneProcessError",
     "OptionError",
     "OutOfSharedMemoryError",
     "PeerLostError",
@@ -286,6 +287,12 @@ class RaceAccess(NamedTuple):
         what += f"{self.high}) of rank {self.owner}'s segment {self.segment!r}"
         what += f" (buffer {self.buffer})" if self.buffer else ""
         return f"{what} in {self.op}" + (f" at {self.line}" if self.line else "")
+
+
+class OneProcessError(SymmplanError, TypeError):
+    """An object was pickled whose memory and peers are those of its process."""
+
+    rule = "object belongs to its process"
 
 
 class SimulationError(SymmplanError):

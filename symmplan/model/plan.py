@@ -163,6 +163,8 @@ class Alternative:
 class Plan:
     """Where every declared tensor of a program lives.
 
+    A value: plans are equal if their problems and decisions are, and can be hashed.
+
     Attributes:
         problem: The problem it solves, kept so that the plan can be checked and drawn.
         segments: The symmetric allocations, in canonical order.
@@ -194,6 +196,9 @@ class Plan:
     budget: Budget | None = field(default=None, eq=False)
     unsharded_modules: int | None = field(default=None, eq=False)
     alternatives: tuple[Alternative, ...] = field(default=(), eq=False)
+
+    def __hash__(self) -> int:
+        return hash((self.problem, self.segments, frozenset(self.placements.items())))
 
     def __repr__(self) -> str:
         from symmplan.report.text import plan_line

@@ -163,6 +163,8 @@ def _names(values: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
 class Problem:
     """What a program does with the tensors that must be symmetric.
 
+    A value: problems are equal if their `to_json` is, however they were listed, and can be hashed.
+
     Attributes:
         buffers: The tensors to be placed.
         operations: The steps; see [Note: happens-before].
@@ -195,6 +197,17 @@ class Problem:
         from symmplan.planner.check import check_problem
 
         check_problem(self)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the canonical JSON is equal."""
+        if not isinstance(other, Problem):
+            return NotImplemented
+        if self is other:
+            return True
+        return hash(self) == hash(other) and self.to_json() == other.to_json()
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.buffers))
 
     def __repr__(self) -> str:
         from symmplan.report.text import problem_line

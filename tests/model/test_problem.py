@@ -345,3 +345,29 @@ def test_plans_do_not_depend_on_the_hash_seed():
         )
         texts.add(done.stdout)
     assert len(texts) == 1
+
+
+@given(problems(), st.randoms(use_true_random=False))
+def test_problems_and_plans_are_values(problem, random):
+    """What is read, or listed otherwise, is equal and has the same hash."""
+    shuffled = evolve(
+        problem,
+        buffers=random.sample(problem.buffers, len(problem.buffers)),
+        accesses=random.sample(problem.accesses, len(problem.accesses)),
+        edges=random.sample(problem.edges, len(problem.edges)),
+    )
+    for same in (Problem.from_json(problem.to_json()), shuffled):
+        assert same == problem
+        assert hash(same) == hash(problem)
+    first, *others = problem.buffers
+    assert evolve(problem, buffers=[evolve(first, label="other"), *others]) != problem
+    assert problem != 1
+    try:
+        made = plan(problem)
+    except PlanningError:
+        return
+    read = Plan.from_json(made.to_json())
+    assert read == made
+    assert hash(read) == hash(made)
+    assert {made: 1}[read] == 1
+    assert evolve(made, effort="optimal") != made

@@ -25,6 +25,7 @@ from symmplan.memory.beyond import beyond_segments
 from symmplan.report.format import count
 from symmplan.report.log import LOG
 from symmplan.report.text import reasons_line
+from symmplan.runtime.handles import OfOneProcess
 from symmplan.runtime.observe import Checked, check
 from symmplan.runtime.prepare import Preparation
 from symmplan.runtime.stats import Stats
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from symmplan.runtime.choice import Choice, Choose
 
 
-class CompileBackend:
+class CompileBackend(OfOneProcess):
     """A Dynamo backend that puts declared tensors into planned symmetric memory.
 
     Made by `symmplan.backend`; see there.

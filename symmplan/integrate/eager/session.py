@@ -25,6 +25,7 @@ from symmplan.memory.beyond import beyond_segments
 from symmplan.process import PROCESS
 from symmplan.report.log import LOG
 from symmplan.runtime.executor import executor
+from symmplan.runtime.handles import OfOneProcess
 from symmplan.runtime.observe import Checked, check, checking, launching
 from symmplan.runtime.stats import Copy, Stats
 from symmplan.runtime.tenants import ran
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from symmplan.runtime.options import Options
 
 
-class Session:
+class Session(OfOneProcess):
     """An eager program whose declared ops run in planned placements. Made by `symmplan.eager`."""
 
     def __init__(self, group: Any, device: torch.device, options: Options) -> None:

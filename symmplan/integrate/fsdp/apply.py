@@ -16,6 +16,7 @@ from symmplan.memory import DEFAULT_TIMEOUT
 from symmplan.memory.beyond import beyond_segments
 from symmplan.model import AlgorithmName
 from symmplan.runtime.executor import executor
+from symmplan.runtime.handles import OfOneProcess
 from symmplan.runtime.observe import Checked, check
 from symmplan.runtime.options import Options, whole
 from symmplan.runtime.stats import Stats
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Handle", "apply"]
 
 
-class Handle:
+class Handle(OfOneProcess):
     """What `apply` returns: the plan and counters of a model, and a way to undo it.
 
     It is a context manager: leaving the block calls `remove`.

@@ -35,6 +35,7 @@ from symmplan.integrate.moe.slot import RowSlot
 from symmplan.memory.beyond import beyond_segments
 from symmplan.memory.streams import mark, synchronize, wait_for
 from symmplan.runtime.executor import executor
+from symmplan.runtime.handles import OfOneProcess
 from symmplan.runtime.options import whole
 from symmplan.runtime.stats import Stats
 from symmplan.torch_private import compilers
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["ExpertParallel"]
 
 
-class ExpertParallel:
+class ExpertParallel(OfOneProcess):
     """Dispatch and combine over one group. Made by `symmplan.expert_parallel`; a context manager.
 
     All ranks must make the same calls in the same order, with rows of one shape and type. In shared
