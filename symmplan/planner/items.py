@@ -34,7 +34,15 @@ if TYPE_CHECKING:
     Clocks = NDArray[np.int32]
     Members = tuple[tuple[str, ...], ...]
 
-__all__ = ["Conflicts", "Items", "Ranges", "conflicts_of", "count_candidates", "items_of"]
+__all__ = [
+    "Conflicts",
+    "Items",
+    "Ranges",
+    "conflicts_among",
+    "conflicts_of",
+    "count_candidates",
+    "items_of",
+]
 
 #: Pairs examined at a time, so that memory stays bounded however many there are.
 CHUNK = 1 << 21
@@ -278,6 +286,14 @@ def conflicts_of(ranges: Ranges) -> Conflicts:
         seconds.append(b)
         at = to
     return _symmetric(count, np.concatenate(firsts), np.concatenate(seconds))
+
+
+def conflicts_among(count: int, first: Ints, second: Ints) -> Conflicts:
+    """The conflicts of ``count`` items, given as pairs in any order, some of them again."""
+    low, high = np.minimum(first, second), np.maximum(first, second)
+    pairs = np.unique((low * count + high)[low != high])
+    low, high = np.divmod(pairs, max(1, count))
+    return _symmetric(count, low.astype(np.int32), high.astype(np.int32))
 
 
 def _symmetric(count: int, first: NDArray[np.int32], second: NDArray[np.int32]) -> Conflicts:

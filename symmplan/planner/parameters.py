@@ -11,8 +11,15 @@
     To the planner buffers that must share their offset are one buffer from the first access of any
     to the last of all; but between forward and backward a module's bytes are free for others. So
     the offsets are found with the first gather of each module alone, in forward; since neighbours
-    in forward are neighbours in backward, these offsets nearly always suit all gathers. The
-    planner is then given them as pins, and refuses if they do not.
+    in forward are neighbours in backward, these offsets nearly always suit all gathers. Where they
+    do not, as behind an evaluation that leaves a module unsharded, modules are placed one by one
+    (first fit): two are apart if any of their gathers have bytes at the same time.
+
+[Note: room for one module more]
+    What a program unshards outside of its training passes, in an evaluation or by hand, is no
+    reason to hold the bytes of a whole model for good. A plan has room for such a gather if it then
+    needs no more than the bytes of the largest module besides what it needs without all of these.
+    A gather without room takes the bytes of modules that can leave, as FSDP2 would take memory.
 """
 
 from __future__ import annotations
@@ -21,23 +28,44 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Literal
 
-from attrs import evolve
+import numpy as np
+from attrs import evolve, frozen
 
 from symmplan.errors import PlanningError
+from symmplan.planner.items import conflicts_among, conflicts_of, items_of
+from symmplan.planner.packing.greedy import first_fit, greedy_orders
+from symmplan.planner.packing.task import task_of
 from symmplan.planner.plan import plan as plan_problem
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from symmplan.model import Plan, Problem
 
-__all__ = ["plan_with_parameters"]
+__all__ = ["plan_with_parameters", "without_room"]
+
+_Effort = Literal["fast", "optimal"]
+
+
+@frozen
+class _Placed:
+    """Where modules lie.
+
+    Attributes:
+        offsets: By the first gather of each its offset in bytes.
+        nbytes: By group how many bytes of its segment they take.
+        total: Bytes that they take of all segments.
+    """
+
+    offsets: Mapping[str, int]
+    nbytes: Mapping[str, int]
+    total: int
 
 
 def plan_with_parameters(
     problem: Problem,
     parameters: frozenset[str],
-    effort: Literal["fast", "optimal"],
+    effort: _Effort,
     slots: frozenset[str] = frozenset(),
 ) -> Plan:
     """A plan in which some buffers get the first bytes of their segments, and few share these.
@@ -54,48 +82,106 @@ def plan_with_parameters(
         return plan_problem(problem, effort=effort)
     # Groups may share segments in another way when parts are planned apart: then none do.
     apart = evolve(problem, shared_groups=[])
-    asked = [problem] if problem == apart else [problem, apart]
-    # If gathers overlap in another way later, each module has its bytes from its first to its last.
-    for whole in (False, True):
-        for one in asked:
-            with contextlib.suppress(PlanningError):
-                return _pinned(one, parameters, slots, effort, whole=whole)
+    for one in [problem] if problem == apart else [problem, apart]:
+        with contextlib.suppress(PlanningError):
+            return _pinned(one, parameters, slots, effort)
     return plan_problem(problem, effort=effort)
 
 
+def without_room(
+    problem: Problem, parameters: frozenset[str], asked: Sequence[str], effort: _Effort
+) -> frozenset[str]:
+    """Which of ``asked`` a plan has no room for. See [Note: room for one module more].
+
+    Args:
+        problem: As in `plan_with_parameters`.
+        parameters: As there.
+        asked: Names of parameters that were unsharded outside of training passes, in the order in
+            which they get room.
+        effort: How hard the planner tries.
+    """
+
+    def needed(names: frozenset[str]) -> int:
+        return _placed(_only(problem, names), problem.together, effort).total
+
+    sizes = {b.name: b.nbytes for b in problem.buffers}
+    taken = parameters - frozenset(asked)
+    most = needed(taken) + max(sizes[name] for name in parameters)
+    if needed(parameters) <= most:
+        return frozenset()
+    for name in asked:
+        if needed(taken | {name}) <= most:
+            taken |= {name}
+    return parameters - taken
+
+
 def _pinned(
-    problem: Problem,
-    parameters: frozenset[str],
-    slots: frozenset[str],
-    effort: Literal["fast", "optimal"],
-    *,
-    whole: bool,
+    problem: Problem, parameters: frozenset[str], slots: frozenset[str], effort: _Effort
 ) -> Plan:
-    """A plan in which each of ``parameters`` lies where the first of its module fits.
+    """A plan in which each module's ``parameters`` lie at one offset.
 
     The others lie behind them, and ``slots`` wherever there is room then.
 
     Raises:
-        PlanningError: Some of them overlap there; not if ``whole``, where all of a module's count.
+        PlanningError: Groups share segments in another way there.
     """
     first = {other: leader for leader, other in problem.together}
     others = plan_problem(
         _only(problem, frozenset(b.name for b in problem.buffers) - parameters - slots),
         effort=effort,
     )
-    own = _only(problem, parameters if whole else parameters - first.keys())
-    leaders = plan_problem(evolve(own, together=problem.together if whole else []), effort=effort)
-    above = {g: spec.nbytes for spec in leaders.segments for g in spec.groups}
-    below = functools.partial(_below, others, above)
+    placed = _placed(_only(problem, parameters), problem.together, effort)
+    below = functools.partial(_below, others, placed.nbytes)
     pinned = []
     for b in problem.buffers:
         offset: int | None = None
         if b.name in parameters:
-            offset = leaders.placements[first.get(b.name, b.name)].offset
+            offset = placed.offsets[first.get(b.name, b.name)]
         elif b.name not in slots:
             offset = others.placements[b.name].offset + below(b.name)
         pinned.append(evolve(b, offset=offset))
     return plan_problem(evolve(problem, buffers=pinned, together=[]), effort=effort)
+
+
+def _placed(own: Problem, together: Sequence[tuple[str, str]], effort: _Effort) -> _Placed:
+    """Where modules lie whose gathers are the buffers of a problem.
+
+    See [Note: one offset, several live ranges].
+    """
+    leader = {other: first for first, other in together}
+    site = {b.name: leader.get(b.name, b.name) for b in own.buffers}
+    first: dict[str, str] = {}
+    for name, of in site.items():
+        first.setdefault(of, name)
+    alone = plan_problem(_only(own, frozenset(first.values())), effort=effort)
+    lies = {of: alone.placements[name] for of, name in first.items()}
+    gathers = items_of(own)
+    pairs = [(first[of], name) for name, of in site.items() if first[of] != name]
+    modules = items_of(evolve(own, together=pairs))
+    segment_of = [lies[site[names[0]]].segment for names in modules.members]
+    offsets: dict[str, int] = {}
+    nbytes: dict[str, int] = {}
+    total = 0
+    for segment in alone.segments:
+        here = np.flatnonzero([name == segment.name for name in segment_of])
+        task = task_of(modules, here)
+        sites = [site[modules.members[item][0]] for item in task.items.tolist()]
+        place_of = {of: place for place, of in enumerate(sites)}
+        mine = [place_of.get(site[names[0]], -1) for names in gathers.members]
+        each = task_of(gathers, np.flatnonzero(np.asarray(mine) >= 0))
+        a, b = (np.asarray(mine)[each.items[x]] for x in conflicts_of(each).pairs())
+        offset = np.asarray([lies[of].offset // task.unit for of in sites], dtype=np.int64)
+        end = offset + task.size
+        if ((a != b) & (offset[a] < end[b]) & (offset[b] < end[a])).any():
+            conflicts = conflicts_among(len(task), a, b)
+            orders = [np.argsort(offset, kind="stable"), *greedy_orders(task, conflicts)]
+            found = [first_fit(task, conflicts, order) for order in orders]
+            offset = min(found, key=lambda offset: int((offset + task.size).max()))
+        top = int((offset + task.size).max()) * task.unit
+        offsets |= zip(sites, (offset * task.unit).tolist(), strict=True)
+        nbytes |= dict.fromkeys(segment.groups, top)
+        total += top
+    return _Placed(offsets, nbytes, total)
 
 
 def _below(others: Plan, parameters: Mapping[str, int], name: str) -> int:
