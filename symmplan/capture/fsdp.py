@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, get_args
 from attrs import evolve, frozen
 
 from symmplan.capture.fsdp_recording import Key, Kind
-from symmplan.capture.fsdp_unsharded import gathers_unsharded
+from symmplan.capture.fsdp_unsharded import gathers_unsharded, placeable
 from symmplan.model import Access, Algorithm, Buffer, Operation, Problem, Requirement, Unplanned
 from symmplan.registry import spec_for
 
@@ -54,6 +54,7 @@ _SLOT_ALIGN = 512
 
 _SYMMETRIC = Algorithm("symmetric")
 _UNDECLARED = "it is not declared that its buffer must be symmetric"
+_NO_ROOM = Algorithm("ordinary", "outside of training passes there is room for one module more")
 
 
 @frozen
@@ -67,6 +68,7 @@ class Planned:
     algorithm: Algorithm = _SYMMETRIC  # how it runs
     zero_copy: bool = False  # whether its buffer is the parameters themselves
     carried: bool = False  # whether it ran before the stretch began
+    index: int = 0  # which of its recording
 
 
 def problem_of(
@@ -106,9 +108,10 @@ def problem_of(
     pushed: dict[str, int] = {}
     declared = {kind: _declared(kind) for kind in get_args(Kind)}
     sizes = zero_copy or {}
+    placed = {r.collectives[i].key.site for r in recordings for i in placeable(r, sizes)}
     for number, recording in enumerate(recordings):
         calls = {i: recording.collectives[i] for i in recording.ran}
-        inside = {i for i, c in calls.items() if c.key.kind == "all_gather" and c.key.site in sizes}
+        inside = placeable(recording, sizes)
         events = gathers_unsharded(recording, inside, live)
         dropped = {index for what, index in events if what == "drop"}
         planned: dict[int, Planned] = {}
@@ -118,8 +121,12 @@ def problem_of(
             algorithm = (
                 algorithm_of(call) if facts is not None else Algorithm("ordinary", _UNDECLARED)
             )
+            if index in recording.unplaced:
+                if index in recording.carried or site in placed:
+                    continue
+                algorithm = _NO_ROOM
             if facts is None or algorithm.name == "ordinary":
-                planned[index] = Planned(call, None, algorithm=algorithm)
+                planned[index] = Planned(call, None, algorithm=algorithm, index=index)
                 words = (OPS[call.key.kind], _WHERE[call.key.kind], algorithm.reason)
                 left = Unplanned(
                     name, *words, call.nbytes, needed=not (facts is None or algorithm.fastest)
@@ -153,7 +160,7 @@ def problem_of(
                 buffers.append(_received(received, call, algorithm))
             zero_copy_ = index in inside
             carried = index in recording.carried
-            planned[index] = Planned(call, name, received, algorithm, zero_copy_, carried)
+            planned[index] = Planned(call, name, received, algorithm, zero_copy_, carried, index)
         begun = dict.fromkeys(i for what, i in events if what == "begin" and i in planned)
         stretches.append(tuple(planned[i] for i in begun))
         for at, (what, index) in enumerate(events):

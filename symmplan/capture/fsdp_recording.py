@@ -89,6 +89,8 @@ class Recording:
             are; see `symmplan.runtime.listening`.
         after_forward: The all-gathers whose modules FSDP2 released because forward was done.
         carried: Those that ran before the stretch, and whose modules were not released since.
+        outside: The all-gathers of no training pass: in an evaluation, or by hand.
+        unplaced: Those of them that the plan has no room for.
         moments: When somebody looked at the device's memory.
         filled: By an all-gather's index how many events came before FSDP2 had unsharded parameters
             of that in tensors of their own.
@@ -99,13 +101,17 @@ class Recording:
     heard: list[tuple[int, Any]] = field(factory=list)
     after_forward: set[int] = field(factory=set)
     carried: set[int] = field(factory=set)
+    outside: set[int] = field(factory=set)
+    unplaced: frozenset[int] = frozenset()
     moments: list[Look] = field(factory=list)
     filled: dict[int, int] = field(factory=dict)
     _launched: int = 0
 
-    def begin(self, key: Key, nbytes: int) -> int:
+    def begin(self, key: Key, nbytes: int, *, outside: bool = False) -> int:
         """FSDP2 asks for a buffer of ``nbytes`` bytes; returns its index."""
         index = len(self.collectives)
+        if outside:
+            self.outside.add(index)
         self.collectives.append(Call(key, nbytes))
         self.events.append(("begin", index))
         return index
@@ -134,9 +140,9 @@ class Recording:
         if after_forward:
             self.after_forward.add(index)
 
-    def carry(self, key: Key, group: str) -> int:
+    def carry(self, key: Key, group: str, *, outside: bool) -> int:
         """A module's parameters are there when the stretch begins; returns the gather's index."""
-        index = self.begin(key, key.nbytes)
+        index = self.begin(key, key.nbytes, outside=outside)
         self.run(index, group)
         self.carried.add(index)
         return index

@@ -57,9 +57,15 @@ def most_alive(
     """How many gathers of these modules have bytes at the same time."""
     most = 0
     for recording in recordings:
-        inside = {i for i, call in enumerate(recording.collectives) if _gathers(call, zero_copy)}
+        inside = placeable(recording, zero_copy)
         most = max(most, _most(gathers_unsharded(recording, inside, live), inside))
     return most
+
+
+def placeable(recording: Recording, zero_copy: Collection[str]) -> set[int]:
+    """Indices of the gathers of these modules that a plan has room for."""
+    gathers = {i for i, call in enumerate(recording.collectives) if _gathers(call, zero_copy)}
+    return gathers - recording.unplaced
 
 
 def kept_after_forward(

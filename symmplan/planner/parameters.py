@@ -82,7 +82,8 @@ def plan_with_parameters(
         return plan_problem(problem, effort=effort)
     # Groups may share segments in another way when parts are planned apart: then none do.
     apart = evolve(problem, shared_groups=[])
-    for one in [problem] if problem == apart else [problem, apart]:
+    candidates = [problem] if problem == apart else [problem, apart]
+    for one in candidates:
         with contextlib.suppress(PlanningError):
             return _pinned(one, parameters, slots, effort)
     return plan_problem(problem, effort=effort)
@@ -140,7 +141,10 @@ def _pinned(
         elif b.name not in slots:
             offset = others.placements[b.name].offset + below(b.name)
         pinned.append(evolve(b, offset=offset))
-    return plan_problem(evolve(problem, buffers=pinned, together=[]), effort=effort)
+    # What is always in use is so beside the other gathers of its module.
+    always = {first.get(b.name, b.name) for b in problem.buffers if b.persistent}
+    together = [pair for pair in problem.together if pair[0] in always]
+    return plan_problem(evolve(problem, buffers=pinned, together=together), effort=effort)
 
 
 def _placed(own: Problem, together: Sequence[tuple[str, str]], effort: _Effort) -> _Placed:

@@ -184,7 +184,7 @@ class _Device:
 
         live = {}
         for runtime in PROCESS.watchers:
-            log = runtime._log
+            log = runtime._recorder.log
             for what, index in [] if log is None or runtime.schedule else log.events:
                 if what == "begin":
                     live[index] = log.collectives[index].nbytes

@@ -51,7 +51,7 @@ ASKED = {
     "make": "`Planning.make` agrees the plan with all ranks",
     "meet": "a step of that",
     "prepare": "a step of that",
-    "loosen": "asks all ranks whether parameters can move",
+    "can_move": "asks all ranks whether parameters can move",
     "_everywhere": "asks all ranks",
     "_all_fit": "asks all ranks, which meet",
 }
@@ -61,16 +61,16 @@ AGREED = {
         Pushes _arenas _bounds storage layout _one_sided
         _outputs _peers _plain _pushes _run begin bisect_left call carried end
         chosen collectives counts zero_copy unshards get groups
-        index live meeting memory nbytes offset offsets other p
+        index live meeting memory offset offsets other p
         place reason received schedule segment segments site take_shared
         tensor view algorithm parts
     """,
     "types and sizes of parameters, and of what their own tensors give to a gather": """
-        dtypes has_own_gather orig_dtype outputs_of param_dtype size uint8
+        dtypes has_own_gather itemsize orig_dtype outputs_of param_dtype ranks size uint8
     """,
     "the program's calls, and what was counted of them": """
-        Key _arrived _last _unmet again to flat _log _modules _next _reduced _seen
-        _site _slot _strange _tries _waiting _was_backward base buffer
+        Key _arrived _last _unmet again to flat _lacking _modules _next _reduced _seen
+        _site _slot _tries _waiting _was_backward base buffer
         dtype element_size exchanges factor_of gathers group_name in_backward
         _kind kind log numel of_backward pop prod ran removeprefix
         scatters served shape target async_op op output_tensor values

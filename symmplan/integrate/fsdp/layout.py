@@ -51,12 +51,14 @@ class Asked(Gathered):
         streams: On which streams it is to run.
         shards: The shards as they were when FSDP2 asked.
         copied: What has happened when these are there; None on the CPU.
+        crowding: Names of the modules that had its bytes then.
     """
 
     key: Key = field(kw_only=True)
     streams: tuple[Any, Any] = field(kw_only=True)
     shards: Sequence[torch.Tensor] = field(kw_only=True)
     copied: Any = field(kw_only=True)
+    crowding: Sequence[str] = field(kw_only=True)
 
 
 @frozen

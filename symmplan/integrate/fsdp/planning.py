@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,21 +15,20 @@ from symmplan.capture.fsdp_unsharded import kept_after_forward
 from symmplan.coordination.all_gather import all_agree, all_gather_json, telling
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
-from symmplan.integrate.fsdp.cases import case_of, demotables_of, why_not_measured
+from symmplan.integrate.fsdp.cases import case_of, concurrent_in, demotables_of, why_not_measured
 from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
 from symmplan.integrate.fsdp.schedule import Schedule
-from symmplan.integrate.fsdp.step_plans import StepPlan, StepProblem
+from symmplan.integrate.fsdp.step_plans import StepPlan, StepProblem, lost
 from symmplan.memory.topology import served
 from symmplan.model import Algorithm, Buffer
 from symmplan.planner.budget import within
 from symmplan.runtime.chooser import Chosen, choose_algorithms
-from symmplan.runtime.concurrent import concurrent_heard
 from symmplan.runtime.tenants import timed
 from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -74,6 +72,7 @@ class Planning:
         unshards: The parameter groups whose parameters may live in placements.
         layouts: ``{site: layout}`` of those whose parameters can.
         flat: ``{site: why}`` of those whose parameters cannot.
+        left: Whether the last recording has gathers that its plan has no room for.
         meshes: The meshes on which parameters lie: the ranks of one run the same modules.
     """
 
@@ -88,10 +87,15 @@ class Planning:
         self.meshes: Sequence[DeviceMesh] = ()
         self._options = options
         self._memory = memory
+        self.left = False
         self._kept: list[Recording] = []
+        self._last: StepProblem | None = None
 
-    def make(self, recording: Recording) -> Schedule:
+    def make(self, recording: Recording) -> Schedule | None:
         """Plan what was recorded, besides what was planned before.
+
+        Returns:
+            What to follow from now on; None if that would be no other plan than the last.
 
         Raises:
             AgreementError: Ranks recorded different programs; raised on all of them.
@@ -105,7 +109,11 @@ class Planning:
             # What is made here outlives the program's mode.
             torch.inference_mode(mode=False),
         ):
-            return self._make(recordings)
+            try:
+                return self._make(recordings)
+            except BaseException:
+                self._vacate()
+                raise
 
     def _beside(self, recordings: Sequence[Recording]) -> dict[str, Any]:
         """The other groups whose collectives were heard, and whose ranks all make this plan."""
@@ -125,7 +133,7 @@ class Planning:
                 found[name] = group
         return found
 
-    def _make(self, recordings: Sequence[Recording]) -> Schedule:
+    def _make(self, recordings: Sequence[Recording]) -> Schedule | None:
         memory, groups = self._memory, self._memory.groups
         preparation = memory.preparation
         self._agree()
@@ -133,8 +141,15 @@ class Planning:
         memory.had(recordings[-1], {site: x.nbytes for site, x in self.layouts.items()})
         chosen = self._choose(recordings)
         recordings = merged(recordings, groups, self._options.timeout)
-        prepare = functools.partial(self._prepared, recordings, chosen)
         everybody = {**groups, **self.beside}
+        problem, last = self._problem(recordings, chosen), self._last
+        if last is not None:
+            problem, same = preparation.attempt(lambda: problem.compared(last), everybody)
+            self.left = bool(problem.recordings[-1].unplaced)
+            if all_agree("same plan", same, groups, self._options.timeout):
+                return None
+        self._vacate()
+        prepare = functools.partial(self._prepared, problem, chosen)
         made = preparation.attempt(prepare, everybody, lambda made: memory.undo(made.held))
         plan, calls = made.plan, [p for stretch in made.stretches for p in stretch]
         memory.adopt(made.held)
@@ -149,8 +164,8 @@ class Planning:
             elif not _lies(tenant, memory.arena, there):
                 within = {name: (memory.arena, place) for name, place in there.items()}
                 tenant.move_in(tenant.arena.elsewhere(within))
-        self.plan = plan
-        self._kept = list(recordings)
+        self.plan, self._last = plan, problem
+        recordings = self._kept = list(problem.recordings)
         kept = kept_after_forward(recordings, self.layouts, self.live)
         self._settle(plan, [p for p in calls if p.zero_copy], kept)
         algorithms = ["ordinary" if p.buffer is None else p.algorithm.name for p in calls]
@@ -202,7 +217,7 @@ class Planning:
 
         concurrent: dict[Case, tuple[Case, float]] = {}
         for recording in recordings:
-            concurrent = {**_concurrent(recording, case, self.beside), **concurrent}
+            concurrent = {**concurrent_in(recording, case, self.beside), **concurrent}
         cases: dict[Call, Case] = {}
         left_out: dict[Call, str] = {}
         for call in (r.collectives[i] for r in recordings for i in r.ran):
@@ -229,21 +244,24 @@ class Planning:
             return Algorithm("ordinary", preparation.reason)
         return chosen.algorithm(call, gave)
 
-    def _prepared(self, recordings: Sequence[Recording], chosen: Chosen[Call]) -> StepPlan:
+    def _problem(self, recordings: Sequence[Recording], chosen: Chosen[Call]) -> StepProblem:
+        groups = self._memory.groups
+        return StepProblem(
+            recordings=recordings,
+            ranks={n: tuple(dist.get_process_group_ranks(g)) for n, g in groups.items()},
+            zero_copy={site: x.nbytes for site, x in self.layouts.items()},
+            algorithm=functools.partial(self._algorithm, chosen),
+            effort=self._options.effort,
+            live=self.live,
+        )
+
+    def _prepared(self, problem: StepProblem, chosen: Chosen[Call]) -> StepPlan:
         """Plan what is not left out, and make room for that.
 
         Collective: yes, over all groups of the model.
         """
         memory, options = self._memory, self._options
-        preparation, groups = memory.preparation, memory.groups
-        problem = StepProblem(
-            recordings=recordings,
-            ranks={n: tuple(dist.get_process_group_ranks(g)) for n, g in groups.items()},
-            zero_copy={site: x.nbytes for site, x in self.layouts.items()},
-            algorithm=functools.partial(self._algorithm, chosen),
-            effort=options.effort,
-            live=self.live,
-        )
+        preparation, recordings = memory.preparation, problem.recordings
 
         def demotables(made: StepPlan) -> list[Demotable]:
             return demotables_of((p for stretch in made.stretches for p in stretch), chosen)
@@ -274,9 +292,9 @@ class Planning:
             return within(room, planned, lambda _, made: self._taken(made, first))
 
         plan, made = fitted(room)
-        if _lost(plan) and self.live is None and options.capacity is None:
+        if lost(plan) and self.live is None and options.capacity is None:
             more = fitted(memory.room(below=True, beyond=_BEYOND))
-            if _lost(more[0]) < _lost(plan):
+            if lost(more[0]) < lost(plan):
                 plan, made = more
         return finished(evolve(made, plan=plan))
 
@@ -354,17 +372,19 @@ class Planning:
         groups = {**self._memory.groups, **groups}
         return all_agree("suballocations", mine, groups, self._options.timeout)
 
-    def loosen(self) -> bool:
-        """Let all parameters move, if on no rank anybody has views of them; whether they can.
+    def can_move(self) -> bool:
+        """Whether all parameters can move, because on no rank anybody has views of them.
 
         Collective: yes, over all groups of the model.
         """
         free = not self._memory.captured and all(unshard.can_leave() for unshard in self.unshards)
-        if not all_agree("loosen", free, self._memory.groups, self._options.timeout):
-            return False
+        return all_agree("can move", free, self._memory.groups, self._options.timeout)
+
+    def _vacate(self) -> None:
+        """Let all parameters leave the last plan's bytes."""
         for unshard in self.unshards:
-            unshard.vacate()
-        return True
+            if unshard.storage is not None:
+                unshard.vacate()
 
     def _settle(self, plan: Plan, gathers: Sequence[Planned], kept: Sequence[str]) -> None:
         """Let parameters live where the plan puts them, until when it says."""
@@ -395,24 +415,6 @@ class Planning:
         Collective: yes, over all groups.
         """
         return self._agree(), self._choose([recording]).choices
-
-
-def _concurrent(
-    recording: Recording, case: Callable[[Call], Case], beside: Collection[str]
-) -> dict[Case, tuple[Case, float]]:
-    """What was heard of some other groups beside each kind of collective."""
-    ran = [recording.collectives[i] for what, i in recording.events if what == "run"]
-    calls = [(call.key.kind, case(call)) for call in ran if call.group]
-    before = [0, *itertools.accumulate(bool(call.group) for call in ran)]  # some were withdrawn
-    others = [(before[at], c, c.nbytes) for at, c in recording.heard if c.group in beside]
-    found: Any = concurrent_heard(calls, others)
-    return dict(found)
-
-
-def _lost(plan: Plan) -> int:
-    """How many collectives are ordinary for want of room."""
-    demotions = () if plan.budget is None else plan.budget.demotions
-    return sum(d.calls for d in demotions if d.after == "ordinary")
 
 
 def _lies(tenant: Tenant, arena: Arena | None, there: Mapping[str, Placement]) -> bool:

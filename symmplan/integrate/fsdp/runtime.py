@@ -6,7 +6,7 @@
     pass after a backward pass that reduced gradients. A program that reduces no gradients is frozen
     after `PATIENCE` collectives for each FSDP module, at the next collective outside a backward
     pass. The same rule divides later steps. If a step has used collectives that the plan does not
-    know, the program is planned again at such a moment.
+    know, the program is planned again at such a moment. See also [Note: planned for once].
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import functools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from symmplan.capture.fsdp_recording import Key, Recording
 from symmplan.coordination.own import own_work
 from symmplan.device import device_of
 from symmplan.errors import CaptureError, RunError
 from symmplan.integrate.fsdp import reasons
+from symmplan.integrate.fsdp.lacking import Lacking
 from symmplan.integrate.fsdp.memory import Memory
 from symmplan.integrate.fsdp.planning import Planning
+from symmplan.integrate.fsdp.recorder import StepRecorder
 from symmplan.integrate.fsdp.slots import Slot
 from symmplan.process import PROCESS
 from symmplan.runtime.executor import Executor
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from symmplan.capture.fsdp_recording import Key, Recording
     from symmplan.integrate.fsdp.schedule import Schedule, ScheduledCollective
     from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
     from symmplan.runtime.observe import Expected
@@ -49,8 +51,6 @@ __all__ = ["PATIENCE", "REPLANS", "Runtime"]
 PATIENCE = 8
 #: How often a program that keeps doing something new is planned again.
 REPLANS = 8
-#: More collectives than this without an end of the step are no longer recorded.
-_LONGEST = 1 << 17
 
 
 class Runtime:
@@ -79,12 +79,8 @@ class Runtime:
         self.reasons: Counter[str] = Counter()
         self.executor = Executor()
         self._modules = modules
-        self._log: Recording | None = Recording()
+        self._recorder = StepRecorder()
         self.schedule: Schedule | None = None
-        # The recording of each module's last all-gather, and its index there.
-        self._last: dict[str, tuple[Recording, int]] = {}
-        # Where those are recorded that were put off.
-        self._early: dict[Key, tuple[Recording, int]] = {}
         #: By site the modules that are unsharded in placements, or about to be.
         self._unsharded: dict[str, ZeroCopyUnshard] = {}
         self._waiting: list[ZeroCopyUnshard] = []
@@ -93,7 +89,8 @@ class Runtime:
         self._seen: set[Key] = set()
         self._reduced = False
         self._was_backward = False
-        self._strange = False
+        self._outside = False
+        self._lacking = Lacking()
         self._tries = 0
         PROCESS.watchers.add(self)
         fsdp2.watch_copy_in()
@@ -101,13 +98,15 @@ class Runtime:
     def tenant_ran(self, tenant: Tenant) -> None:
         """Somebody's graph begins to run. See [Note: tenants] in `symmplan.runtime.tenants`."""
         forget(self.memory.tenants)
-        if self._log is None:
+        log = self._recorder.log
+        if log is None:
             return
         tenants = self.memory.tenants
         if tenant not in tenants:  # who comes late is planned for when all ranks come to it
             tenants.append(tenant)
-            self._strange = self._strange or (tenant.lasts and self.planning.are_ours(tenant))
-        self._log.tenant(tenants.index(tenant))
+            if tenant.lasts and self.planning.are_ours(tenant):
+                self._lacking.note(reasons.TENANT, tenants.index(tenant))
+        log.tenant(tenants.index(tenant))
 
     # Handing out buffers.
 
@@ -143,11 +142,10 @@ class Runtime:
         slot = Slot(key, base, plain, scheduled=scheduled, lease=lease, send=send)
         slot.pushed, slot.take_shared = send is not None, shared
         slot.expected = self.expected(key, scheduled)
-        if self._log is not None:
-            slot.log, slot.index = self._log, self._log.begin(key, key.numel * dtype.itemsize)
+        nbytes, outside = key.numel * dtype.itemsize, self._outside
+        slot.log, slot.index = self._recorder.begin(key, nbytes, outside=outside)
+        if slot.log is not None:
             self.memory.look(own=True)
-            if len(self._log.collectives) > _LONGEST:
-                self._log = None
         if slot.pushed:
             return base.expand(key.numel), slot
         slot.hold = functools.partial(self.executor.hold, key)
@@ -155,14 +153,16 @@ class Runtime:
         self.executor.buffer(key, tensor)
         return tensor, slot
 
-    def arrive(self, key: Key, device: torch.device) -> None:
+    def arrive(self, key: Key, device: torch.device, *, outside: bool = False) -> None:
         """The program comes to a collective, for which it may ask `open` for a buffer next.
+
+        ``outside`` if that is a gather outside of the program's training passes.
 
         Collective: at the end of the first step yes, else no.
         """
         if self.memory.expect(device) and self.options.chosen(device) == "measure":
-            listen(self._log, device)
-        self.memory.recording = self._log
+            listen(self._recorder.log, device)
+        self.memory.recording = self._recorder.log
         self.memory.look()
         self.memory.meet()
         captured = device_of(device).is_capturing()
@@ -177,61 +177,57 @@ class Runtime:
         self.memory.captured = self.memory.captured or captured
         if self._turns(key) and not captured:
             self._turn()
-        self._arrived = key
+        self._arrived, self._outside = key, outside
 
     def gathering(self, unshard: ZeroCopyUnshard, key: Key) -> None:
         """A module's parameters are gathered where they live."""
         self._arrived = None
-        if self.crowded(unshard):
+        others = self.crowding(unshard)
+        if others:
             self.reasons[reasons.CROWDED] += 1
-            self._strange = True
+        if unshard.asked is not None and self.planning.live is None:
+            if not others:
+                self.reasons[reasons.PUT_OFF] += 1
+            others += unshard.asked.crowding
+        for site in others:
+            self._lacking.note(reasons.CROWDED, unshard.site, site)
         self._unsharded[unshard.site] = unshard
         self._follow(key)
         self._was_backward = key.of_backward
         self.counts["served"] += 1
-        if self._log is not None:
-            log, index = self._early.pop(key, (None, 0))
-            if log is not self._log:
-                index = self._log.begin(key, key.nbytes)
-            self._log.run(index, unshard.group)
-            self._last[key.site] = (self._log, index)
+        self._recorder.gathered(key, unshard.group, outside=unshard.outside)
 
     def unsharding(self, site: str) -> AbstractContextManager[None]:
         """FSDP2 waits inside for a gather, and copies it into parameters of its own."""
-        return self.memory.unsharding(*self._last.get(site, (None, 0)))
+        return self.memory.unsharding(*self._recorder.last(site))
 
     def put_off(self, key: Key, unshard: ZeroCopyUnshard) -> None:
         """A module's parameters were wanted before there was room for them."""
-        if self.planning.live is None:
-            self.reasons[reasons.PUT_OFF] += 1
-            self._strange = True
-        else:
+        if self.planning.live is not None:
             self._waiting.append(unshard)
-        if self._log is not None:
-            self._early[key] = (self._log, self._log.begin(key, key.nbytes))
+        self._recorder.put_off(key, outside=unshard.outside)
 
     def released(self, site: str, *, after_forward: bool) -> None:
         """A module is done with its parameters, ``after_forward`` if because that was done.
 
         Collective: yes, if other modules wait for its bytes.
         """
-        log, index = self._last.pop(site, (None, 0))
-        if log is not None:
-            log.release(index, after_forward=after_forward)
+        self._recorder.released(site, after_forward=after_forward)
         if self._unsharded.pop(site, None) is not None:
             while self._waiting and self._waiting[0].start_early():
                 self._waiting.pop(0)
 
-    def crowded(self, unshard: ZeroCopyUnshard) -> bool:
-        """Whether others are to have some of the bytes where a module's parameters live.
+    def crowding(self, unshard: ZeroCopyUnshard) -> list[str]:
+        """Names of the modules that are to have some of the bytes where one's parameters live.
 
         By FSDP2's calls, which all ranks make alike: so it may decide whether a prefetch begins.
         What is held on one rank may differ; see [Note: somebody is in the bytes] in `zero_copy`.
         """
         mine = unshard.storage
         assert mine is not None
-        others = [other.storage for other in self._with_bytes() if other is not unshard]
-        return any(storage is not None and storage.overlaps(mine) for storage in others)
+        with_bytes = [other for other in self._with_bytes() if other is not unshard]
+        others = [(other.site, other.storage) for other in with_bytes]
+        return [site for site, storage in others if storage is not None and storage.overlaps(mine)]
 
     def _with_bytes(self) -> list[ZeroCopyUnshard]:
         return [unshard for unshard in self._unsharded.values() if unshard.has_bytes]
@@ -286,7 +282,7 @@ class Runtime:
         if slot.log is not None:
             slot.log.run(slot.index, name)
             if slot.key.kind == "all_gather":
-                self._last[slot.key.site] = (slot.log, slot.index)
+                self._recorder.ran(slot.key.site, slot.log, slot.index)
         self._was_backward = slot.key.of_backward
         self._reduced = self._reduced or slot.key.kind == "reduce_scatter"
         reason, act = self._algorithm(slot, name, in_place)
@@ -318,7 +314,8 @@ class Runtime:
                     assert slot.scheduled.place is not None
                     self.memory.stage(slot.scheduled.place, slot.base, act, result=result)
             if slot.pushed and work is not None:  # a rank could not push
-                work, self._strange = None, True
+                work = None
+                self._lacking.note(reasons.WIDER, slot.key)
                 self._count("plain", reasons.WIDER)
             else:
                 self.counts["served"] += 1
@@ -340,20 +337,20 @@ class Runtime:
             return "", None
         scheduled, memory = slot.scheduled, self.memory
         if scheduled is None:
-            self._strange = True
+            self._lacking.note(reasons.NOT_PLANNED, slot.key)
             return reasons.NOT_PLANNED, None
         if scheduled.place is None:
             return scheduled.algorithm.reason, None
         if scheduled.call.group != group:
-            self._strange = True
+            self._lacking.note(reasons.OTHER_GROUP, slot.key, group)
             return reasons.OTHER_GROUP, None
         if not self.executor.serves:
             return "", None
         if scheduled.zero_copy:
-            self._strange = True
+            self._lacking.note(reasons.FLAT, slot.key)
             return reasons.FLAT, None
         if scheduled.pushed and not slot.pushed:
-            self._strange = True
+            self._lacking.note(reasons.WIDER, slot.key)
             return reasons.WIDER, None
         over, dtype = memory.over(scheduled.call, scheduled.algorithm), slot.base.dtype
         if slot.pushed:
@@ -379,38 +376,39 @@ class Runtime:
         return False
 
     def _turn(self) -> None:
+        log = self._recorder.log
         if self.schedule is None:
-            ran = 0 if self._log is None else len(self._log.ran)
+            ran = 0 if log is None else len(log.ran)
             if (self._reduced and self._was_backward) or ran >= PATIENCE * self._modules:
                 self.freeze()
-        elif self._strange and self.counts["replans"] < REPLANS and self._log is not None:
-            log, self._tries = self._log, self._tries + 1  # asking costs time, too
-            if self._tries <= 8 * REPLANS and self.planning.loosen():
-                self.counts["replans"] += 1
+        elif self._lacking and self.counts["replans"] < REPLANS and log is not None:
+            self._tries += 1  # asking costs time, too
+            if self._tries <= 8 * REPLANS and self.planning.can_move():
+                self._recorder.release_all()  # what is there leaves for a new plan
                 self._plan(log)
+                self._lacking.planned_for()
         if self.schedule is not None:
             self.memory.let_go()
-            self._begin_stretch()
-        self._strange = False
-        self._early.clear()
+            self._recorder.begin_stretch(self._with_bytes(), self.planning.unshards)
+        self._lacking.begin()
         self._was_backward = False
 
     def _plan(self, log: Recording) -> None:
         """Collective: yes. If it fails, FSDP2's collectives run in torch's own way."""
-        self.schedule = self._log = None
-        self.schedule = self.planning.make(log)
-
-    def _begin_stretch(self) -> None:
-        """Record what comes, in case that it must be planned; what is unsharded is part of it."""
-        log = self._log = Recording()
-        for unshard in self._with_bytes():
-            index = log.carry(unshard.key(backward=False), unshard.group)
-            self._last[unshard.site] = log, index
+        last, self.schedule, self._recorder.log = self.schedule, None, None
+        made = self.planning.make(log)
+        self.schedule = last if made is None else made
+        self.counts["replans"] += last is not None and made is not None
+        if self.planning.left:
+            self.reasons[reasons.NO_ROOM] += 1
+        elif made is None:
+            self.reasons[reasons.SAME_PLAN] += 1
 
     @property
     def recorded(self) -> bool:
         """Whether a collective was recorded that is in no plan yet."""
-        return self._log is not None and bool(self._log.ran)
+        log = self._recorder.log
+        return log is not None and bool(log.ran)
 
     def freeze(self) -> None:
         """Plan what was recorded so far; later collectives follow it.
@@ -423,23 +421,27 @@ class Runtime:
         """
         if self.schedule is not None:
             return
-        if self._log is None or not self.recorded:
+        log = self._recorder.log
+        if log is None or not self.recorded:
             raise CaptureError(
                 "no FSDP collective has run yet",
                 expected="one forward and backward pass over more than one rank",
                 got="none",
                 fix="run a step first; groups of one rank have nothing to plan",
             )
-        leave(self._log)
-        self._plan(self._log)
-        self._begin_stretch()
+        leave(log)
+        for unshard in self.planning.unshards:
+            if not unshard.has_bytes:  # FSDP2 has forgotten what it did not wait for
+                self._recorder.released(unshard.site)
+        self._plan(log)
+        self._recorder.begin_stretch(self._with_bytes(), self.planning.unshards)
 
     # Ending.
 
     def release(self) -> None:
         """Give the segments back. Collective: no."""
         PROCESS.watchers.discard(self)
-        leave(self._log)
+        leave(self._recorder.log)
         for unshard in self.planning.unshards:
             unshard.remove()
         self.planning.unshards.clear()

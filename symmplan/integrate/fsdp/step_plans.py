@@ -10,7 +10,7 @@ from attrs import evolve, field, frozen
 from symmplan.capture.fsdp import problem_of
 from symmplan.capture.fsdp_unsharded import kept_after_forward, most_alive, with_kept
 from symmplan.model import Alternative
-from symmplan.planner.parameters import plan_with_parameters
+from symmplan.planner.parameters import plan_with_parameters, without_room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Tenants: TypeAlias = Mapping[int, Sequence[Buffer]]
     Demoted: TypeAlias = Mapping[Any, AlgorithmName]
 
-__all__ = ["StepPlan", "StepProblem"]
+__all__ = ["StepPlan", "StepProblem", "lost"]
 
 
 @frozen(eq=False)
@@ -76,6 +76,50 @@ class StepProblem:
         plan.verify()
         return StepPlan(plan, stretches, tenants, dict(demoted))
 
+    def compared(self, last: StepProblem) -> tuple[StepProblem, str]:
+        """What is left of the problem where room is short, and its outcome if that is the last's.
+
+        The latter is empty if a plan would change anything.
+        """
+        problem = self._with_room()
+        outcome = problem._outcome()
+        return problem, outcome if outcome == last._outcome() else ""
+
+    def _with_room(self) -> StepProblem:
+        """The problem without the gathers that a plan has no room for, behind the first recording.
+
+        See [Note: room for one module more] in `symmplan.planner.parameters`.
+        """
+        problem, parameters, _, stretches = self._problem({}, {}, self.live)
+        asked = {
+            p.buffer: (number, p.index)
+            for number, recording in enumerate(self.recordings)
+            for p in stretches[number]
+            if number and p.buffer in parameters and p.index in recording.outside
+        }
+        left = without_room(problem, parameters, [*asked], self.effort) if asked else ()
+        if not left:
+            return self
+        recordings = [
+            evolve(r, unplaced=r.unplaced | {asked[b][1] for b in left if asked[b][0] == number})
+            for number, r in enumerate(self.recordings)
+        ]
+        return evolve(self, recordings=recordings)
+
+    def _outcome(self) -> str:
+        """What a plan means for the program.
+
+        Where the parameters of each module are, how each collective runs, and how many bytes all
+        that takes.
+        """
+        made = self.plan({}, {})
+        calls = [p for stretch in made.stretches for p in stretch]
+        places = made.plan.placements
+        lies = {p.call.key.site: places[p.buffer].offset for p in calls if p.zero_copy and p.buffer}
+        runs = {repr((p.call, p.algorithm.name)) for p in calls}
+        ran = {index for r in self.recordings for what, index in r.events if what == "tenant"}
+        return repr((made.plan.peak_bytes, sorted(lies.items()), sorted(runs), sorted(ran)))
+
     def advised(self, made: StepPlan, demotables: Sequence[Demotable]) -> StepPlan:
         """A plan that knows what it would take otherwise.
 
@@ -121,3 +165,9 @@ class StepProblem:
         parameters = frozenset(p.buffer for p in planned if p.zero_copy and p.buffer)
         shared = (p.buffer for p in planned if p.algorithm.name == "shared push" and p.buffer)
         return problem, parameters, frozenset(shared), stretches
+
+
+def lost(plan: Plan) -> int:
+    """How many collectives are ordinary for want of room."""
+    demotions = () if plan.budget is None else plan.budget.demotions
+    return sum(d.calls for d in demotions if d.after == "ordinary")

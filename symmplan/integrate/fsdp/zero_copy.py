@@ -23,8 +23,8 @@ are cast straight into this rank's parts of it, and one coalesced gather fills t
     which are the same on all ranks. A program that keeps more modules unsharded than it did while
     it was recorded may find a gather's bytes in use. If FSDP2 asks for that gather ahead of time,
     it waits on all ranks until FSDP2 needs it; this follows from FSDP2's calls alone
-    (`Runtime.crowded`). A gather that is needed now runs. On a rank where the bytes are in use, the
-    parameters that lie there move to a copy, with all views of them, until their module is
+    (`Runtime.crowding`). A gather that is needed now runs. On a rank where the bytes are in use,
+    the parameters that lie there move to a copy, with all views of them, until their module is
     resharded. If somebody else is there and cannot move, the gathered parameters do.
 """
 
@@ -110,7 +110,8 @@ class ZeroCopyUnshard:
         """
         group = self._group
         self._look()
-        there = self._is_there()
+        before = fsdp2_in_place.state_name(group) == "PRE_BACKWARD"
+        there = self.has_bytes or (before and not group.unshard_in_backward)
         if self.storage is not None and not there and not self._methods.unchanged():
             free = not autograd.in_backward()
             if free and self._everywhere(self.can_leave):
@@ -120,21 +121,22 @@ class ZeroCopyUnshard:
             return
         if there:
             return
-        if self._asked is not None:
+        if self.asked is not None:
             self.start_early()
             return
         key = self.key(backward=autograd.in_backward())
-        self._runtime.arrive(key, group.device)
+        self._runtime.arrive(key, group.device, outside=self.outside)
         if self.storage is None:
             self._methods.call_own(fsdp2_in_place.UNSHARD, async_op)
             return
         streams = self._streams(async_op=async_op)
-        if not self._runtime.crowded(self):
+        others = self._runtime.crowding(self)
+        if not others:
             self._start(key, self.storage, streams)
         else:
             shards, copied = self._copied_shards(streams[0])
-            asked = Asked(key=key, streams=streams, shards=shards, copied=copied)
-            fsdp2_in_place.set_result(group, asked)
+            waits = Asked(key=key, streams=streams, shards=shards, copied=copied, crowding=others)
+            fsdp2_in_place.set_result(group, waits)
             self._runtime.put_off(key, self)
 
     def start_early(self) -> bool:
@@ -142,10 +144,10 @@ class ZeroCopyUnshard:
 
         Collective: yes.
         """
-        asked = self._asked
+        asked = self.asked
         if asked is None or self.storage is None:
             return True
-        if self._runtime.crowded(self):
+        if self._runtime.crowding(self):
             return False
         self._start(asked.key, self.storage, asked.streams)
         return True
@@ -156,7 +158,7 @@ class ZeroCopyUnshard:
         Collective: where the gather was put off.
         """
         group, storage = self._group, self.storage
-        if storage is not None and self._asked is not None:
+        if storage is not None and self.asked is not None:
             key = self.key(backward=autograd.in_backward())
             self._start(key, storage, self._streams(async_op=False))
         result = fsdp2_in_place.result_of(group)
@@ -202,10 +204,16 @@ class ZeroCopyUnshard:
         return self._group.is_unsharded or not (result is None or isinstance(result, Asked))
 
     @property
-    def _asked(self) -> Asked | None:
+    def asked(self) -> Asked | None:
         """A gather that was put off, and that FSDP2 has not forgotten since."""
         result = fsdp2_in_place.result_of(self._group)
         return result if isinstance(result, Asked) else None
+
+    @property
+    def outside(self) -> bool:
+        """Whether the program unshards it outside of its training passes."""
+        forward = torch.is_grad_enabled() and fsdp2_in_place.state_name(self._group) == "FORWARD"
+        return not (forward or autograd.in_backward())
 
     @property
     def awaits_backward(self) -> bool:
@@ -265,13 +273,6 @@ class ZeroCopyUnshard:
             self._kept()
             self._kept = None
         self._methods.put_back()
-
-    def _is_there(self) -> bool:
-        """Whether FSDP2 need not gather."""
-        group = self._group
-        return self.has_bytes or (
-            not group.unshard_in_backward and fsdp2_in_place.state_name(group) == "PRE_BACKWARD"
-        )
 
     def _look(self) -> None:
         if self._looked:
@@ -365,7 +366,7 @@ class ZeroCopyUnshard:
             if lease is not None:
                 storage.users.take(storage.begin, storage.end, lease)
 
-        asked = self._asked
+        asked = self.asked
         shards, copied = (None, None) if asked is None else (asked.shards, asked.copied)
         with torch.no_grad(), autograd.shown(self._shown):
             if not self._device.is_accelerator:

@@ -1,0 +1,97 @@
+"""What is recorded of FSDP2 while a program runs: the stretch since the last moment of planning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from symmplan.capture.fsdp_recording import Key, Recording
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
+
+__all__ = ["StepRecorder"]
+
+#: More collectives than this without an end of the step are no longer recorded.
+_LONGEST = 1 << 17
+
+
+class StepRecorder:
+    """Writes a recording, stretch after stretch.
+
+    Attributes:
+        log: The stretch; None while nothing is recorded.
+    """
+
+    def __init__(self) -> None:
+        self.log: Recording | None = Recording()
+        # The recording of each module's last all-gather, and its index there.
+        self._last: dict[str, tuple[Recording, int]] = {}
+        # Where those are recorded that were put off.
+        self._early: dict[Key, tuple[Recording, int]] = {}
+
+    def begin(self, key: Key, nbytes: int, *, outside: bool) -> tuple[Recording | None, int]:
+        """FSDP2 asks for a buffer; returns where that is recorded."""
+        log = self.log
+        if log is None:
+            return None, 0
+        if key.kind == "all_gather":
+            self.released(key.site)  # FSDP2 has forgotten a gather that it did not wait for
+        if len(log.collectives) >= _LONGEST:
+            self.log = None
+        return log, log.begin(key, nbytes, outside=outside)
+
+    def ran(self, site: str, log: Recording, index: int) -> None:
+        """A module's all-gather ran, which was recorded there."""
+        self._last[site] = log, index
+
+    def put_off(self, key: Key, *, outside: bool) -> None:
+        """An all-gather was asked for, and waits."""
+        if self.log is not None:
+            self._early[key] = self.log, self.log.begin(key, key.nbytes, outside=outside)
+
+    def gathered(self, key: Key, group: str, *, outside: bool) -> None:
+        """An all-gather runs where the parameters live."""
+        log, index = self._early.pop(key, (None, 0))
+        if log is None or log is not self.log:
+            log, index = self.begin(key, key.nbytes, outside=outside)
+        if log is not None:
+            log.run(index, group)
+            self.ran(key.site, log, index)
+
+    def last(self, site: str) -> tuple[Recording | None, int]:
+        """The recording of a module's last all-gather, None if it was released, and its index."""
+        return self._last.get(site, (None, 0))
+
+    def released(self, site: str, *, after_forward: bool = False) -> None:
+        """A module is done with what was gathered last."""
+        log, index = self._last.pop(site, (None, 0))
+        if log is not None:
+            log.release(index, after_forward=after_forward)
+
+    def release_all(self) -> None:
+        """All modules lose what was gathered in this stretch."""
+        for site in [site for site, (log, _) in self._last.items() if log is self.log]:
+            self.released(site)
+
+    def begin_stretch(
+        self, there: Iterable[ZeroCopyUnshard], unshards: Iterable[ZeroCopyUnshard]
+    ) -> None:
+        """Record what comes, in case that it must be planned.
+
+        Args:
+            there: What is unsharded, which is a part of it.
+            unshards: All; what was put off, and waits, is a part of it, too.
+        """
+        log = self.log = Recording()
+        early, self._early = self._early, {}
+        for unshard in there:
+            key = unshard.key(backward=False)
+            last, index = self.last(key.site)
+            outside = last is not None and index in last.outside
+            self.ran(key.site, log, log.carry(key, unshard.group, outside=outside))
+        for unshard in unshards:
+            if unshard.asked is not None and unshard.asked.key in early:
+                last, index = early[unshard.asked.key]
+                self.put_off(unshard.asked.key, outside=index in last.outside)
