@@ -176,7 +176,7 @@ def test_a_rendered_profile_has_a_column_for_each_side():
     found = summed([event("nvjet_hsh", 0, 2_000_000), event("ncclDevKernel_X(a)", 0, 1_000_000)])
     found["forward"] = {"gathers": 3, "beside": 2}
     run = bench_fsdp._compared([ranked({"plain": [1.0], "symmplan": [1.0]}, profile=found)], told())
-    lines = fsdp_tables._profile_lines(run)
+    lines = fsdp_tables._profile_lines(run, "tokens")
     assert lines[1].split() == ["plain", "symmplan"]
     assert ["GEMM", "2.00", "2.00"] in [line.split() for line in lines]
     assert "plain: 2 of 3 gathers in forward ran beside computation; 1 ncclDevKernel_X" in lines

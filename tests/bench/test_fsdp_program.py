@@ -108,7 +108,7 @@ def test_whole_steps_of_all_sides_go_on_from_the_same_parameters():
     assert result["skipped"]["kept, pool"] == "torch has no symmetric memory on the CPU"
     text = bench_fsdp.render(result)
     assert "checkpoint, adamw, 4 passes in a step, float32" in text
-    assert "4 tokens, symmplan against kept: " in text
+    assert "4 samples, symmplan against kept: " in text
     assert "bytes of the device: not counted" in text
 
 

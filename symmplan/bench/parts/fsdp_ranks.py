@@ -6,6 +6,7 @@ import math
 import threading
 from typing import TYPE_CHECKING, Any
 
+from symmplan.bench.parts.fsdp_tables import counted_in
 from symmplan.bench.parts.timing import in_turns
 from symmplan.testing.ranks import mark
 
@@ -158,7 +159,7 @@ def _run(sides: Mapping[str, Side], tokens: int, options: Mapping[str, Any]) -> 
     if options["cuda_graph"]:
         for side in sides.values():
             side.capture(tokens)
-    plain = sides.get("plain")
+    plain, what = sides.get("plain"), counted_in(options["model"])
     if plain is not None:
         _rejoin(sides, plain)
     largest = {name: 0.0 for name in sides if name not in ("plain", "unsharded")}
@@ -180,7 +181,7 @@ def _run(sides: Mapping[str, Side], tokens: int, options: Mapping[str, Any]) -> 
         if turn >= _SETTLE:
             step, steps = turn - _SETTLE + 1, options["steps"]
             part = (options["tokens"].index(tokens) + step / steps) / len(options["tokens"])
-            mark(f"{tokens} tokens, {step}/{steps}", part)
+            mark(f"{tokens} {what}, {step}/{steps}", part)
     found: dict[str, dict[str, Any]] = {}
     for name, side in sides.items():
         found[name] = {"times": side.times, "losses": side.losses, "collectives": side.collectives}
@@ -189,7 +190,7 @@ def _run(sides: Mapping[str, Side], tokens: int, options: Mapping[str, Any]) -> 
             found[name]["losses_equal"] = side.losses == plain.losses
     if options["device"] == "cuda" and options.get("profile", True):
         for name, side in sides.items():
-            mark(f"{tokens} tokens, profile of {name}")
+            mark(f"{tokens} {what}, profile of {name}")
             found[name]["profile"] = side.profile(tokens)
     return {"tokens": tokens, "sides": found}
 

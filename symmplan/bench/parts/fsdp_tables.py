@@ -10,7 +10,10 @@ from symmplan.report.format import size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["render"]
+__all__ = ["counted_in", "more_steps", "render"]
+
+#: More steps than anybody waits for.
+_MOST = 1_000_000
 
 
 def render(result: dict[str, Any]) -> str:
@@ -18,8 +21,9 @@ def render(result: dict[str, Any]) -> str:
     if result.get("rooms"):
         return "\n".join(_room_lines(result["rooms"]))
     lines = [command.heading(result, _what(result))]
+    what = counted_in(result["model"])
     for run in result["runs"]:
-        lines += _run_lines(run)
+        lines += _run_lines(run, what)
     lines += [f"{side}: left out, {why}" for side, why in result["skipped"].items()]
     lines += [f"{side}: failed, {why}" for side, why in result.get("failed", {}).items()]
     for side, seen in result["memory"].items():
@@ -27,9 +31,40 @@ def render(result: dict[str, Any]) -> str:
         lines += [f"{side}: {bytes_}"] if bytes_ else []
     if result["device"] == "cpu":
         lines.append("bytes of the device: not counted, a CPU has no driver that knows them")
-    lines += [line for run in result["runs"] for line in _gain_lines(run, result["memory"])]
-    lines += [line for run in result["runs"] for line in _profile_lines(run)]
+    for run in result["runs"]:
+        lines += _gain_lines(run, result["memory"], what, result["steps"])
+    lines += [line for run in result["runs"] for line in _profile_lines(run, what)]
     return "\n".join([*lines, *_plan_lines(result)])
+
+
+def counted_in(model: str) -> str:
+    """What the rows of a model's batch are.
+
+    Args:
+        model: Its name.
+    """
+    return "samples" if model == "mlp" else "tokens"
+
+
+def more_steps(ours: dict[str, Any], theirs: dict[str, Any], steps: int) -> int | None:
+    """About how many more steps tell two sides apart whose quartiles overlap; else None.
+
+    A median is known to about 1.57 times the distance of the quartiles, divided by the root of the
+    number of steps (McGill, Tukey and Larsen, Variations of box plots, 1978). At least as many
+    again are asked for.
+
+    Args:
+        ours: A side, with its median and its quartiles.
+        theirs: The other one.
+        steps: How many steps of each were timed.
+    """
+    (low, high), (first, last) = ours["step_quartiles_ms"], theirs["step_quartiles_ms"]
+    if high < first or last < low:
+        return None
+    apart = abs(ours["step_ms"] - theirs["step_ms"])
+    spread = 1.57 * (high - low + last - first)
+    needed = _MOST if apart * _MOST**0.5 < spread else int((spread / apart) ** 2) + 1
+    return max(needed - steps, steps)
 
 
 def _what(result: dict[str, Any]) -> str:
@@ -43,7 +78,9 @@ def _what(result: dict[str, Any]) -> str:
     return ", ".join([*said, result["dtype"]])
 
 
-def _gain_lines(run: dict[str, Any], memory: dict[str, dict[str, int]]) -> list[str]:
+def _gain_lines(
+    run: dict[str, Any], memory: dict[str, dict[str, int]], what: str, steps: int
+) -> list[str]:
     """What symmplan gains over each side that a user has without it, in time and bytes."""
     sides = run["sides"]
     if "symmplan" not in sides:
@@ -54,13 +91,15 @@ def _gain_lines(run: dict[str, Any], memory: dict[str, dict[str, int]]) -> list[
         if side not in sides:
             continue
         theirs = sides[side]["step_ms"]
-        line = (
-            f"symmplan against {side}: {theirs / ours:.2f}x, {ours:.2f} ms instead of {theirs:.2f}"
-        )
+        more = more_steps(sides["symmplan"], sides[side], steps)
+        gain = f"{theirs / ours:.2f}x"
+        if more is not None:
+            gain = f"not resolved (the quartiles overlap; about {more:,} more steps tell)"
+        line = f"symmplan against {side}: {gain}, {ours:.2f} ms instead of {theirs:.2f}"
         if "device" in memory["symmplan"]:
             had, has = memory[side]["device"], memory["symmplan"]["device"]
             line += f"; {size(has)} of the device, not {size(had)}"
-        lines.append(line if run["tokens"] is None else f"{run['tokens']} tokens, {line}")
+        lines.append(line if run["tokens"] is None else f"{run['tokens']} {what}, {line}")
     return lines
 
 
@@ -90,7 +129,7 @@ symmetric memory: {segment_bytes} bytes, lower bound {lower_bound_bytes}, unshar
 _RANGE = "{:.2f} - {:.2f}"
 
 
-def _run_lines(run: dict[str, Any]) -> list[str]:
+def _run_lines(run: dict[str, Any], what: str) -> list[str]:
     own = run["tokens"] is None  # a program of the user's, whose collectives nobody has counted
     host = ("host_ms", "collectives_ms") if own else ("host_us", "collectives_ms")
     rows = [
@@ -98,10 +137,13 @@ def _run_lines(run: dict[str, Any]) -> list[str]:
         for side, row in run["sides"].items()
     ]
     if run["step_speedup"] is not None:
-        speedups = (run["step_speedup"], "", None, run["collectives_speedup"])
+        sides = run["sides"]
+        resolved = more_steps(sides["symmplan"], sides["plain"], 1) is None
+        speedup = run["step_speedup"] if resolved else "not resolved"
+        speedups = (speedup, "", None, run["collectives_speedup"])
         rows.append(("speedup", *speedups))
     heads = f"side step_ms quartiles {'host_ms' if own else 'host_us_each'} collectives_ms"
-    lines = [] if own else [f"{run['tokens']} tokens"]
+    lines = [] if own else [f"{run['tokens']} {what}"]
     lines += command.cells(heads, rows)
     for side, row in run["sides"].items():
         apart = row["difference"]
@@ -117,7 +159,7 @@ def _run_lines(run: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _profile_lines(run: dict[str, Any]) -> list[str]:
+def _profile_lines(run: dict[str, Any], what: str) -> list[str]:
     """Kernel times of one step as a table: a row for each kind, a column for each side."""
     seen = {side: row["profile"] for side, row in run["sides"].items() if row["profile"]}
     if not seen:
@@ -125,7 +167,8 @@ def _profile_lines(run: dict[str, Any]) -> list[str]:
     kinds = sorted({kind for found in seen.values() for kind in found["ms"]})
     rows = [("span", *(found["span_ms"] for found in seen.values()))]
     rows += [(kind, *(found["ms"].get(kind) for found in seen.values())) for kind in kinds]
-    lines = [f"one profiled step, {run['tokens']} tokens, ms (kinds overlap):"]
+    about = "" if run["tokens"] is None else f", {run['tokens']} {what}"
+    lines = [f"one profiled step{about}, ms (kinds overlap):"]
     lines += command.cells(["", *seen], rows)
     for side, found in seen.items():
         if found["collectives"]:
