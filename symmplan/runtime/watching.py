@@ -34,7 +34,12 @@ from symmplan.process import PROCESS
 from symmplan.registry import bind_arguments
 from symmplan.torch_private import c10d, dispatch, works
 from symmplan.torch_private.compilers import takes_a_list
-from symmplan.torch_private.ops import HigherOrderOperator, TorchDispatchMode, tree_leaves
+from symmplan.torch_private.ops import (
+    FakeTensor,
+    HigherOrderOperator,
+    TorchDispatchMode,
+    tree_leaves,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -155,6 +160,8 @@ class Watching(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(t, FakeTensor) for t in types):  # DTensor asks them for shapes
+            return func(*args, **kwargs)
         if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
             return NotImplemented  # a wrapper: let it run the ops that it is made of
         if self._under:

@@ -80,6 +80,7 @@ def _options(program):
         "unsharded_modules": program.unsharded_modules,
         "capacity": program.capacity,
         "timeout": 10.0,
+        "debug": program.debug,
     }
 
 

@@ -74,6 +74,7 @@ class Program:
         late: ``(rank, milliseconds)``: who sleeps up to so long before and behind blocks.
         apart: Whether symmplan is applied to each part of the model, and not to its root.
         in_backward: Whether each parameter is updated as soon as it has its gradient.
+        debug: Whether races are looked for.
     """
 
     ranks: int
@@ -94,6 +95,7 @@ class Program:
     late: tuple[tuple[int, float], ...] = ()
     apart: bool = False
     in_backward: bool = False
+    debug: bool = False
 
     def __str__(self) -> str:
         """As code, without what is as usual."""

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from race_programs import PROGRAMS
-from ranks import pool_of
+from ranks import RankPool, pool_of
 
 from symmplan.memory.race_log import OPEN, Extent, RaceLog, log_nbytes
 from symmplan.model import Access, Buffer, Operation
@@ -336,3 +336,33 @@ def test_a_log_is_bounded():
     assert found[0].number > 0
     assert log._text(0)[0] == "op 0"
     assert log._text(0)[1].endswith("f.py:1")
+
+
+def _fsdp(rank, world_size, planted):
+    """A planned model is trained; if planted, ranks sum before their peers have pushed."""
+    from fsdp_models import Net, Trace, shard, train
+
+    import symmplan
+    from symmplan.integrate.fsdp.push import Pushes
+
+    torch.manual_seed(7)
+    model = shard(Net())
+    handle = symmplan.fsdp.apply(model, choose="push", timeout=20.0, debug=True)
+    meets = Pushes._all_fit
+    try:
+        train(model, Trace(), rank, steps=3)
+        if planted:
+            Pushes._all_fit = lambda _: True
+        train(model, Trace(), rank, steps=3)
+    finally:
+        Pushes._all_fit = meets
+        handle.remove()
+    return handle.stats.served
+
+
+@pytest.mark.parametrize("planted", [True, False])
+def test_the_bytes_of_a_planned_fsdp2_model_are_watched(planted):
+    with RankPool(2, timeout=40.0) as two:
+        outcomes = two.outcomes(_fsdp, planted)
+    kinds = {None if o.error is None else o.error.kind for o in outcomes}
+    assert kinds == ({"RaceError"} if planted else {None}), outcomes

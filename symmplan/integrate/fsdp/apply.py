@@ -213,6 +213,7 @@ def apply(
     effort: Literal["fast", "optimal"] = "fast",
     unsharded_modules: int | None = None,
     timeout: float = DEFAULT_TIMEOUT,
+    debug: bool = False,
 ) -> Handle:
     """Put the all-gathers and reduce-scatters of FSDP2 into planned symmetric memory.
 
@@ -251,6 +252,9 @@ def apply(
             and one more costs. A number that is too small for the program is raised to what the
             program needs.
         timeout: Seconds that ranks wait for each other before they raise.
+        debug: Whether races are looked for: from now until ``handle.remove()`` all ops of this
+            thread are watched, and `RaceError` is raised where nothing orders two accesses of the
+            same bytes. In shared memory only, and slow.
 
     Raises:
         CaptureError: The model has no FSDP2 module, or has custom collectives already.
@@ -272,7 +276,12 @@ def apply(
     from torch.nn import Module
 
     options = Options(
-        memory=memory, effort=effort, choose=choose, capacity=capacity, timeout=timeout
+        memory=memory,
+        effort=effort,
+        choose=choose,
+        capacity=capacity,
+        timeout=timeout,
+        debug=debug,
     )
     if unsharded_modules is not None:
         whole("unsharded_modules", unsharded_modules)

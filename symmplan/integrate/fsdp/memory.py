@@ -23,6 +23,7 @@ from symmplan.capture.fsdp_recording import Look
 from symmplan.coordination.all_gather import all_agree
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import at_drop
+from symmplan.coordination.world import current
 from symmplan.device import device_of
 from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp.push import Pushes
@@ -37,6 +38,7 @@ from symmplan.memory.streams import synchronize
 from symmplan.runtime.engines import known_of, register
 from symmplan.runtime.leases import Lease, Ledger, in_use, set_aside
 from symmplan.runtime.prepare import Preparation
+from symmplan.runtime.watching import Watching
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -86,6 +88,10 @@ class Memory:
         self.recording: Recording | None = None
         self._most = 0
         self._options = options
+        # What races are looked for in: this thread's ops, until the memory is released.
+        self._watching = contextlib.ExitStack()
+        if options.debug and current() is None:
+            self._watching.enter_context(Watching(options.timeout))
         self._device: torch.device | None = None
         self._arenas: list[Arena] = []
         # Those in which somebody has kept buffers.
@@ -340,6 +346,8 @@ class Memory:
             synchronize(self.device)  # peers may push to where other bytes were, without asking
             agree(plan, groups, self._options.timeout)
             self.rendezvous += register(self.arena, engines)
+            if self.arena.races is not None:
+                self.arena.races.follow(plan.placements)
             return None
         # Peers may reach into the old segments until their work is done, too.
         synchronize(self.device)
@@ -392,6 +400,7 @@ class Memory:
 
         Collective: no.
         """
+        self._watching.close()
         self._views.clear()
         self._pushes.clear()
         if self._device is not None:
