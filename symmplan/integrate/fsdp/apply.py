@@ -311,11 +311,8 @@ def apply(
         raise CaptureError(
             f"{type(model).__name__} has no FSDP2 module with parameters",
             expected="a module to which torch.distributed.fsdp.fully_shard was applied",
-            got="none",
-            fix="call fully_shard(model, ...) first; with accelerate launch, set fsdp_version: 2 "
-            "in fsdp_config, and pass the result of accelerator.prepare(model); with Hugging "
-            "Face's "
-            "Trainer, pass TrainingArguments(fsdp=True)",
+            got=", ".join(_others(model)) or "none",
+            fix=_how_to_shard(model),
         )
     meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
     for mesh in meshes:
@@ -335,6 +332,27 @@ def apply(
         )
         fsdp2.set_comms(module, group, *planned)
     return Handle(runtime, [(module, *of) for _, module, *of in found])
+
+
+def _others(model: nn.Module) -> list[str]:
+    """What else shards or replicates modules of the model."""
+    names = dict.fromkeys(type(module).__name__ for module in model.modules())
+    return [n for n in ("DistributedDataParallel", "FullyShardedDataParallel") if n in names]
+
+
+def _how_to_shard(model: nn.Module) -> str:
+    """What to do for a model without FSDP2 modules."""
+    if "DistributedDataParallel" in _others(model):
+        return (
+            "call fully_shard(model) in place of DistributedDataParallel; on the CPU Accelerate "
+            "and Hugging Face's Trainer use that one, whatever their settings for FSDP are, so "
+            "there do not pass the model to accelerator.prepare"
+        )
+    return (
+        "call fully_shard(model, ...) first; with accelerate launch, set fsdp_version: 2 in "
+        "fsdp_config, and pass the result of accelerator.prepare(model); with Hugging Face's "
+        "Trainer, pass TrainingArguments(fsdp=True)"
+    )
 
 
 def _check_removable(runtime: Runtime) -> None:

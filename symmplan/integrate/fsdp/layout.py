@@ -115,10 +115,21 @@ def shards_of(group: Any, layout: Layout, site: str) -> list[torch.Tensor]:
         site: Name of the module in the model.
 
     Raises:
-        RunError: What a parameter makes of its shard has not the sizes and types of before.
+        RunError: A shard, or what a parameter makes of it, has not the sizes and types of before.
     """
     if not layout.own:  # asked for in each gather
-        return [fsdp2_in_place.shard_of(parameter) for parameter in group.fsdp_params]
+        shards = [fsdp2_in_place.shard_of(parameter) for parameter in group.fsdp_params]
+        for parameter, shard, dtype in zip(group.fsdp_params, shards, layout.dtypes, strict=True):
+            if shard.dtype != dtype and parameter.param_dtype is None:
+                raise RunError(
+                    f"a parameter of FSDP module {site!r} has another type than when FSDP2 began",
+                    expected=dtype,
+                    got=shard.dtype,
+                    fix="cast the model before its first forward pass, or have what is gathered "
+                    f"cast: fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype={shard.dtype}))",
+                    module=site,
+                )
+        return shards
     found: list[torch.Tensor] = []
     for number, parameter in enumerate(group.fsdp_params):
         begin, end = len(found), len(found) + layout.parts[number]

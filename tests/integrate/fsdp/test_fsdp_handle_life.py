@@ -133,3 +133,35 @@ def left(rank, world):
 def test_to_leave_a_handle_is_to_remove_it(two):
     removed = "<symmplan.fsdp.Handle: 4 modules, removed>"
     assert two.run(left) == [[(True, removed, 0)] * 2] * 2
+
+
+def cast_midway(rank, world):
+    """The model gets another type behind the plan, which plain FSDP2 cannot gather either."""
+    model = shard(Net())
+    with symmplan.fsdp.apply(model, timeout=20.0) as handle:
+        train(model, Trace(), rank, steps=2)
+        assert handle.planned
+        model.to(torch.bfloat16)
+        with pytest.raises(RunError) as raised:
+            train(model, Trace(), rank, steps=1)
+        model.reset_iter_state() if hasattr(model, "reset_iter_state") else model.reshard()
+    return str(raised.value)
+
+
+def replicated(rank, world):
+    """What Accelerate makes of a model on the CPU."""
+    model = torch.nn.parallel.DistributedDataParallel(Net())
+    with pytest.raises(CaptureError) as raised:
+        symmplan.fsdp.apply(model)
+    return str(raised.value)
+
+
+def test_another_type_and_another_wrapping_say_what_to_do(two):
+    for said in two.run(cast_midway):
+        assert "has another type than when FSDP2 began" in said
+        assert "expected torch.float32; got torch.bfloat16" in said
+        assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in said
+    for said in two.run(replicated):
+        assert "got DistributedDataParallel" in said
+        assert "fix: call fully_shard(model) in place of DistributedDataParallel" in said
+        assert "fsdp_version" not in said
