@@ -90,6 +90,9 @@ LOCAL = {
     "inputs_of": {"shards_of": "raises"},
     "holders": {"give_room": "who is there copies aside, or what is gathered is copied"},
     "owner": {"step_aside": "the same"},
+    "current": {"__init__": "watches this thread's ops"},
+    "debug": {"__init__": "the same"},
+    "placements": {"prepare": "names the buffers of a race"},
     "bound": {"step_aside": "copies, where the parameters lie in the placement"},
     "all_gather_event": {"wait_for_unshard": "waits", "step_aside": "waits"},
     "held": {
