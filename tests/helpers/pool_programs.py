@@ -29,9 +29,11 @@ def own(x, group):
 
 
 def users_of():
+    """The segments that plans use, without those that only tensors of the program still keep."""
     import symmplan
 
-    return [(s.nbytes, sorted(s.users)) for s in symmplan.segments()]
+    kept_by_tensors = ("tensors",)
+    return [(s.nbytes, sorted(s.users)) for s in symmplan.segments() if s.users != kept_by_tensors]
 
 
 def inputs(turn, rows=ROWS):
