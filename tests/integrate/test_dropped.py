@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
+from doubles import on_devices, state
 from ranks import pool_of, run_ranks
 from torch import nn
 
@@ -36,9 +37,11 @@ def _reduced(x):
     return fc.all_reduce(x * 2, "sum", dist.group.WORLD) + 1
 
 
-def _compiled(rank, k, **options):
+def _compiled(rank, k, memory="shm"):
     compiled = torch.compile(
-        _reduced, backend=symmplan.backend(inner="eager", memory="shm", **options), dynamic=False
+        _reduced,
+        backend=symmplan.backend(inner="eager", memory=memory, choose="placed"),
+        dynamic=False,
     )
     for i in range(2):
         assert compiled(torch.full((COUNT,), rank + i + k + 0.0))[0] == 2 * (1 + 2 * (i + k)) + 1
@@ -51,8 +54,8 @@ def _default(rank, k):
     torch.compiler.reset()
 
 
-def _experts(rank, k):
-    experts = symmplan.expert_parallel(max_tokens=64, memory="shm")
+def _experts(rank, k, memory="shm"):
+    experts = symmplan.expert_parallel(max_tokens=64, memory=memory, choose="placed")
     routes = experts.routes(torch.tensor([8, 8]))
     rows = torch.full((16, 256), rank + k + 0.0, requires_grad=True)
     there = experts.dispatch(rows, routes)
@@ -60,7 +63,7 @@ def _experts(rank, k):
     experts.combine(there * 2, routes).sum().backward()
 
 
-def _fsdp(rank, k):
+def _fsdp(rank, k, memory="shm"):
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
@@ -68,25 +71,25 @@ def _fsdp(rank, k):
     mesh = dist.init_device_mesh("cpu", (2,))
     for layer in (*model, model):
         fully_shard(layer, mesh=mesh)
-    symmplan.fsdp.apply(model, memory="shm")
+    symmplan.fsdp.apply(model, memory=memory, choose="placed")
     for i in range(3):
         model(torch.full((2, 64), rank + i + k + 0.0)).sum().backward()
 
 
-def _session(rank, k):
-    with symmplan.eager(memory="shm") as session:
+def _session(rank, k, memory="shm"):
+    with symmplan.eager(memory=memory, choose="placed") as session:
         for i in range(3):
             result = _reduced(torch.full((COUNT,), rank + i + k + 0.0))
             assert result[0] == 2 * (1 + 2 * (i + k)) + 1
             session.step()
 
 
-def _arena(rank, k):
+def _arena(rank, k, memory="shm"):
     buffer = Buffer("x", COUNT, dist.group.WORLD.group_name)
     problem = Problem(
         buffers=(buffer,), operations=(Operation("o"),), accesses=(Access("o", "x", write=True),)
     )
-    arena = realize(symmplan.plan(problem), memory="shm")
+    arena = realize(symmplan.plan(problem), memory=memory)
     arena.tensor("x").fill_(rank + k)
     arena.segments["segment0"].barrier()
     assert arena.segments["segment0"].peers()[1 - rank][0] == 1 - rank + k
@@ -127,6 +130,26 @@ def _in_new_groups(rank, world, kind, ports):
         gc.collect()
         found.append(_held())
     return found
+
+
+def _taken(rank, world, kind, memory):
+    """Bytes of the doubled device after each of several times."""
+    found = []
+    for k in range(TIMES):
+        KINDS[kind](rank, k, memory)
+        gc.collect()
+        dist.barrier()
+        symmplan.segments()
+        found.append(dict(state().device.taken))
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("memory", ["nccl", "cuda"])
+@pytest.mark.parametrize("kind", ["fsdp", "session"])
+def test_no_bytes_of_a_device_grow(two, kind, memory):
+    for found in two.run(on_devices, _taken, kind, memory):
+        assert found[-1] == found[1], found
 
 
 @pytest.mark.ranks
