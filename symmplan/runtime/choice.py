@@ -31,6 +31,8 @@ Choose: TypeAlias = _Word | str
 
 #: Why a collective is ordinary that would be faster in symmetric memory.
 DEMOTED = "it was demoted by the budget of symmetric bytes"
+#: The same where nobody gave a budget.
+NO_ROOM = "there was no room for it: the device, or /dev/shm on the CPU, is nearly full"
 
 #: Algorithms whose times are in this ratio are about as fast.
 ALIKE = 0.97

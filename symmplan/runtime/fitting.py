@@ -19,7 +19,7 @@ from symmplan.memory.topology import served
 from symmplan.planner.budget import Demotable, together, within
 from symmplan.registry.catalogue import collective_of
 from symmplan.runtime.algorithms import ONE_HOST
-from symmplan.runtime.choice import DEMOTED
+from symmplan.runtime.choice import DEMOTED, NO_ROOM
 from symmplan.runtime.chooser import Chosen, choose_algorithms
 from symmplan.runtime.op_cases import cases_of
 
@@ -147,7 +147,8 @@ class Fitting:
 
     def _without(self, gave: Collection[Hashable], **others: Any) -> Captured:
         """The program without what stays in ordinary memory, and without what was demoted."""
-        gone = {node: DEMOTED for node, kind in self._kinds.items() if kind in gave}
+        why = NO_ROOM if self._preparation.options.capacity is None else DEMOTED
+        gone = {node: why for node, kind in self._kinds.items() if kind in gave}
         more = {**self._left_out, **gone}
         made = self._captured({**self._refused, **more}, **others) if more or others else self.whole
         return plan_poison(made) if self._preparation.options.debug else made

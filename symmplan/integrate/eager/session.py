@@ -99,9 +99,19 @@ class Session(OfOneProcess):
             unshared_bytes=plan.unshared_bytes,
             copied=frozen.copies,
             disengaged=self._checked.missed,
-            reasons=((frozen.refused, counts["plain"]),) if frozen.refused else (),
+            reasons=self._reasons(frozen, counts.get("plain", 0)),
             **counts,
         )
+
+    def _reasons(self, frozen: Frozen, plain: int) -> tuple[tuple[str, int], ...]:
+        """Why calls were plain, and how often, most frequent first."""
+        if frozen.refused:
+            return ((frozen.refused, plain),)
+        made = self._counts["iterations"] - 1
+        lost = {s.node: s.reason for s in frozen.captured.sites if s.how is None and s.reason}
+        events = (e for e in frozen.events if e.placed is None and e.call.node in lost)
+        found = Counter(lost[e.call.node] for e in events)
+        return tuple((why, n * made) for why, n in found.most_common() if made > 0)
 
     @property
     def choices(self) -> tuple[Choice, ...]:

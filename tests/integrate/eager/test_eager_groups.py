@@ -195,3 +195,33 @@ def _all_functional(rank, world_size):
 
 def test_a_debug_session_runs_functional_collectives(two):
     assert two.run(_all_functional) == [TURNS - 1] * 2
+
+
+# Memory without room.
+
+
+def _without_room(rank, world_size):
+    import symmplan
+    from symmplan.memory import room
+
+    before, room.free_bytes = room.free_bytes, lambda *_: 2048 if rank else 1 << 30
+    ops = torch.ops._c10d_functional
+    try:
+        with symmplan.eager(timeout=20.0, memory="shm") as session:
+            for turn in range(TURNS):
+                x = torch.arange(4096.0) + rank + turn
+                whole = ops.wait_tensor(ops.all_gather_into_tensor(x, 2, "0"))
+                assert torch.equal(whole[:4096], torch.arange(4096.0) + turn)
+                del whole
+                session.step()
+            return session.stats.reasons, [u.reason for u in session.plan.unplanned]
+    finally:
+        room.free_bytes = before
+
+
+def test_a_session_says_that_there_was_no_room(two):
+    for reasons, unplanned in two.run(_without_room):
+        ((why, count),) = reasons
+        assert "there was no room for it" in why
+        assert count == TURNS - 1
+        assert why in unplanned
