@@ -33,12 +33,13 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 from fsdp_conditions import Hoard, flat, holding, in_order_of_ranks
-from fsdp_models import DEVICE, Trace, differences
+from fsdp_models import Trace, differences
 from fsdp_programs import Program, Unit, built, drawn
 from fsdp_pushed import drawn_pushed
 from fsdp_reads import drawn_reading
 from ranks import RankPool, RanksFailed
 
+from symmplan.device import kind_of
 from symmplan.errors import SymmplanError
 from symmplan.runtime.tuning_table import Table, TuningRow
 
@@ -75,7 +76,7 @@ def _table(ranks):
 
 def _options(program):
     return {
-        "memory": "shm" if DEVICE[0] == "cpu" else "auto",
+        "memory": "auto",
         "choose": _table(program.ranks) if program.choose == "table" else program.choose,
         "unsharded_modules": program.unsharded_modules,
         "capacity": program.capacity,
@@ -137,7 +138,8 @@ def compared(rank, world, program):
         return actor.done
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(in_order_of_ranks())
+        if not kind_of(torch.device("cpu")).is_accelerator:  # a double: two ranks, any order
+            stack.enter_context(in_order_of_ranks())
         stack.enter_context(holding(keep))
         if program.flat:
             stack.enter_context(flat())

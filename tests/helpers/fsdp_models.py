@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils import _pytree as pytree
 
 import symmplan
+from symmplan.device import device_of
 from symmplan.process import PROCESS
 
 DIM = 16
@@ -75,8 +76,7 @@ def synchronize():
 
     They may read shards that are written after that at any moment.
     """
-    if DEVICE[0] == "cuda":
-        torch.cuda.synchronize()
+    device_of(torch.device(DEVICE[0])).synchronize()
 
 
 def mesh(*shape, names=None, device=None):
