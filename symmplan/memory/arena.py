@@ -14,7 +14,7 @@ from symmplan.errors import OptionError, ReleasedError, RunError
 from symmplan.memory.beyond import counting
 from symmplan.memory.device_memory import require_left
 from symmplan.memory.health import Health
-from symmplan.memory.held import note_released
+from symmplan.memory.held_segment import note_released
 from symmplan.memory.leased import lease_out
 from symmplan.memory.placed_tensor import view_of
 from symmplan.memory.races import RaceDetector
@@ -240,7 +240,7 @@ class Arena:
         self._drop.detach()
         if self.races is not None:
             self.races.end()
-        note_released(self)
+        note_released(self.number, self.memory, self.segments.values())
         for segment in reversed(self.segments.values()):
             segment.release()
         for host in self.hosts:

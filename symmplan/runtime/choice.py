@@ -29,9 +29,9 @@ CHOOSE: tuple[str, ...] = get_args(_Word)
 #: what ends with ``.json`` is the path of a table, see `symmplan.runtime.tuning_table`.
 Choose: TypeAlias = _Word | str
 
-#: Why a collective is ordinary that would be faster in symmetric memory.
+#: Why a collective is ordinary that would be faster in symmetric memory, where there is a budget.
 DEMOTED = "it was demoted by the budget of symmetric bytes"
-#: The same where nobody gave a budget.
+#: Why, where there is none.
 NO_ROOM = "there was no room for it: the device, or /dev/shm on the CPU, is nearly full"
 
 #: Algorithms whose times are in this ratio are about as fast.

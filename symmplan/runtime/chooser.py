@@ -25,7 +25,7 @@ from symmplan.memory.beyond import counting
 from symmplan.memory.device_memory import empty_cache
 from symmplan.memory.torch_symm import SPLIT_WORDS
 from symmplan.model import Algorithm
-from symmplan.runtime.choice import DEMOTED
+from symmplan.runtime.choice import DEMOTED, NO_ROOM
 from symmplan.runtime.engines import asked, known_of, require
 from symmplan.runtime.trials import all_slowest, choices_of, chosen_by, measure
 from symmplan.runtime.tuning_table import ruled
@@ -64,12 +64,14 @@ class Chosen(Generic[_Call]):
         engines: The communicators of those collectives whose own op runs on copy engines, by name.
         of: The measured choice of each.
         cases: The case of each, for the measurement.
+        why_demoted: The reason for those that are demoted to ordinary memory.
     """
 
     algorithms: Mapping[_Call, Algorithm] = field(factory=dict)
     engines: Mapping[_Call, str] = field(factory=dict)
     of: Mapping[_Call, Choice] = field(factory=dict)
     cases: Mapping[_Call, Case] = field(factory=dict)
+    why_demoted: str = DEMOTED
 
     @property
     def ordinary(self) -> dict[_Call, str]:
@@ -102,7 +104,7 @@ class Chosen(Generic[_Call]):
         instead = demoted.get(self.cases.get(call))
         if instead is None:
             return self.algorithms[call]
-        return Algorithm(instead, DEMOTED if instead == "ordinary" else "")
+        return Algorithm(instead, self.why_demoted if instead == "ordinary" else "")
 
 
 def choose_algorithms(
@@ -141,12 +143,14 @@ def choose_algorithms(
         choose = "measure"  # a network may be as fast
     memory = memory or preparation.memory
     fixed = {call: Algorithm("ordinary", reason) for call, reason in left_out.items()}
+    known: dict[str, Any] = {"cases": cases}
+    known["why_demoted"] = NO_ROOM if options.capacity is None else DEMOTED
     if choose == "ordinary":
         algorithms = dict.fromkeys(cases, Algorithm("ordinary", "choose='ordinary'"))
-        return Chosen({**fixed, **algorithms}, cases=cases)
+        return Chosen({**fixed, **algorithms}, **known)
     if choose == "symmetric" or not cases:
         algorithms = {call: _nearest("symmetric", case) for call, case in cases.items()}
-        return Chosen({**fixed, **algorithms}, cases=cases)
+        return Chosen({**fixed, **algorithms}, **known)
     named = resolve_groups(dict.fromkeys(case.group for case in _with_concurrent(cases.values())))
     groups = {name: group.process_group for name, group in named.items()}
     if any(group is None for group in groups.values()):
@@ -156,7 +160,7 @@ def choose_algorithms(
         _learn(new, most, groups, planned, device, preparation, memory, gather)
         if preparation.refusal is not None:
             algorithms = dict.fromkeys(cases, Algorithm("ordinary", preparation.reason))
-            return Chosen({**fixed, **algorithms}, cases=cases)
+            return Chosen({**fixed, **algorithms}, **known)
     engines = known_of(groups)
     if choose == "copy engine" and current() is None:
         near = (case for case in cases.values() if "two-level" not in case.algorithms)
@@ -177,7 +181,7 @@ def choose_algorithms(
         for call, case in cases.items()
         if fixed[call].name == "copy engine" and case.engine and case.group in engines
     }
-    return Chosen(fixed, over, of, cases)
+    return Chosen(fixed, over, of, **known)
 
 
 def _ruled(table: Table | None, case: Case, memory: str) -> Algorithm:

@@ -9,7 +9,7 @@ from symmplan.integrate.fsdp.cases import CallCase
 from symmplan.memory.torch_symm import SPLIT_WORDS
 from symmplan.model import Algorithm
 from symmplan.planner.budget import Demotable, together
-from symmplan.runtime.choice import DEMOTED
+from symmplan.runtime.choice import NO_ROOM
 from symmplan.runtime.chooser import _nearest, choose_algorithms
 from symmplan.runtime.op_cases import OpCase
 from symmplan.runtime.options import Options
@@ -42,7 +42,7 @@ def test_what_is_left_out_is_ordinary_for_its_reason_whatever_the_others_are():
 
 def test_all_collectives_of_a_case_give_algorithm_and_no_others():
     placed = _chosen("placed")
-    assert placed.algorithm("gather", {GATHER: "ordinary"}) == Algorithm("ordinary", DEMOTED)
+    assert placed.algorithm("gather", {GATHER: "ordinary"}) == Algorithm("ordinary", NO_ROOM)
     assert placed.algorithm("gather", {GATHER: "symmetric"}) == Algorithm("symmetric")
     assert placed.algorithm("sum", {GATHER: "ordinary"}) == Algorithm("symmetric")
     assert placed.algorithm("far", {GATHER: "symmetric"}) == Algorithm("ordinary", "out of reach")
