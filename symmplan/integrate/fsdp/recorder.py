@@ -71,9 +71,10 @@ class StepRecorder:
             log.release(index, after_forward=after_forward)
 
     def release_all(self) -> None:
-        """All modules lose what was gathered in this stretch."""
-        for site in [site for site, (log, _) in self._last.items() if log is self.log]:
-            self.released(site)
+        """All modules lose what was gathered in this stretch, if a new plan is made of it."""
+        for log, index in self._last.values():
+            if log is self.log:
+                log.release(index)
 
     def begin_stretch(
         self, there: Iterable[ZeroCopyUnshard], unshards: Iterable[ZeroCopyUnshard]

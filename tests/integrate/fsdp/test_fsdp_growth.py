@@ -72,14 +72,14 @@ def test_an_evaluation_that_leaves_modules_unsharded_takes_one_module_more(two):
 
 
 def test_random_programs_take_one_module_more_and_are_soon_not_planned_again(two):
-    for seed in range(3):
+    for seed in (0, 1, 50):  # 50: what is carried behind a plan that changes nothing
         check(two, drawn(seed))
 
 
 @pytest.mark.further
 @pytest.mark.timeout(900)
 def test_a_hundred_random_programs_take_one_module_more_and_settle(two):
-    for seed in range(3, 103):
+    for seed in range(2, 102):
         check(two, drawn(seed))
 
 
