@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from devices import needs_devices, pool_on
+from held import segments_of_plans
 
 pytestmark = needs_devices()
 
@@ -38,7 +39,7 @@ def _trained(rank, size, compiled, sharded):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-    users = sorted(s.users for s in symmplan.segments() if s.users)
+    users = sorted(s.users for s in segments_of_plans() if s.users)
     torch.cuda.synchronize()
     dist.barrier()
     if handle is not None:
@@ -91,7 +92,7 @@ def _pooled(rank, size):
             off = [(a - b).abs().max() for a, b in zip(got, [want[2], *want[:2]], strict=False)]
             wrong = max(wrong, *(float(x) for x in off))
             session.step()
-            users = [s.users for s in symmplan.segments() if s.users]
+            users = [s.users for s in segments_of_plans() if s.users]
     torch.cuda.synchronize()
     dist.barrier()
     for backend in backends:

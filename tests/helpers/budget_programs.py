@@ -13,6 +13,7 @@ import warnings
 import fsdp_models
 import torch
 from fsdp_models import Net, shard, train
+from held import segments_of_plans
 
 #: What can fail on a rank while memory is made: where, and with what.
 STAGES = {
@@ -70,7 +71,6 @@ def failing(stage, kind="OutOfSharedMemoryError", *, here=True, after=0):
 
 def fsdp(rank, world, choose="placed", build=None, program=train, **apply):
     """An FSDP2 model both ways, what it warned of, and what it still holds when it is removed."""
-    import symmplan
     from symmplan.runtime import trials
 
     trials.forget()
@@ -96,7 +96,7 @@ def fsdp(rank, world, choose="placed", build=None, program=train, **apply):
             **apply,
         )
     result["warned"] = [str(w.message) for w in said if "symmplan" in str(w.message)]
-    result["held"] = len(symmplan.segments())
+    result["held"] = len(segments_of_plans())
     return result
 
 
@@ -171,7 +171,6 @@ def _inputs(rank, step):
 
 
 def _reported(stats, plans, said):
-    import symmplan
 
     return {
         "served": stats.served,
@@ -181,7 +180,7 @@ def _reported(stats, plans, said):
         "gave": [(g.before, g.after) for p in plans if p.budget for g in p.budget.demotions],
         "summary": "\n".join(p.summary() for p in plans),
         "warned": [str(w.message) for w in said if "symmplan" in str(w.message)],
-        "held": len(symmplan.segments()),
+        "held": len(segments_of_plans()),
     }
 
 

@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 from attrs import frozen
+from held import segments_of_plans
 
 import symmplan
 
@@ -141,7 +142,7 @@ def padded_calls(rank, world_size, seeds, choose, kind="cpu", apart=False, memor
                 if apart:
                     assert torch.equal(shared.grad, torch.full_like(shared, 2 * 2 * 8.0))
             experts.check()
-            held = [s for s in symmplan.segments() if s.users]
+            held = [s for s in segments_of_plans() if s.users]
             assert len(held) <= 1  # layers of all widths share it
             served.append(experts.stats.served)
     dist.barrier()

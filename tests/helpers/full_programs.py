@@ -19,6 +19,7 @@ import torch.distributed as dist
 from fsdp_conditions import Hoard, flat, holding
 from fsdp_models import Net, batch, sgd, shard, update
 from gathered_weights import InBytes, weighted
+from held import segments_of_plans
 from torch._guards import detect_fake_mode
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -203,7 +204,7 @@ def experts(rank, world, choose):
         "plain": stats.plain,
         "reasons": dict(stats.reasons),
         "warned": [str(w.message) for w in said if "symmplan" in str(w.message)],
-        "held": len(symmplan.segments()),
+        "held": len(segments_of_plans()),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from held import segments_of_plans
 
 WIDTH, ROWS = 32, 8
 OPTIONS = {"timeout": 60.0, "memory": "shm", "choose": "placed"}
@@ -30,10 +31,7 @@ def own(x, group):
 
 def users_of():
     """The segments that plans use, without those that only tensors of the program still keep."""
-    import symmplan
-
-    kept_by_tensors = ("tensors",)
-    return [(s.nbytes, sorted(s.users)) for s in symmplan.segments() if s.users != kept_by_tensors]
+    return [(s.nbytes, sorted(s.users)) for s in segments_of_plans()]
 
 
 def inputs(turn, rows=ROWS):

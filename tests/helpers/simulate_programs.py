@@ -10,6 +10,7 @@ import functools
 import attrs
 import torch
 import torch.distributed as dist
+from held import segments_of_plans
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -253,7 +254,7 @@ def real(rank, ranks, config):
         if hasattr(planner, "freeze") and not planner.planned:
             planner.freeze()
         plans += planner.plans if hasattr(planner, "plans") else [planner.plan]
-    held = sum(s.nbytes for s in symmplan.segments())
+    held = sum(s.nbytes for s in segments_of_plans())
     for planner in planners:
         (planner.remove if hasattr(planner, "remove") else planner.release)()
     return [plan.fingerprint for plan in plans], held

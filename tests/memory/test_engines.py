@@ -140,7 +140,7 @@ def test_segments_are_registered_only_with_engines_that_run_something(monkeypatc
         registered.append(dict(engines))
         return len(engines)
 
-    arena = SimpleNamespace(segments={"s0": None}, rendezvous=1)
+    arena = SimpleNamespace(segments={"s0": None}, rendezvous=1, races=None)
 
     def obtain(_, plan, device, groups, meet):
         meet(arena)

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 import torch
+from held import segments_of_plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_plans import hand_made, two_segments
@@ -68,10 +69,10 @@ def test_memory_that_no_rank_frees_alone_is_kept_for_the_next_user(monkeypatch):
         arena = realize(hand_made({"a": 64}), memory="local", user="somebody")
         assert arena.frees
         arena.segments["s0"].backend.frees = frees
-        assert [held.users for held in symmplan.segments()] == [("somebody",)]
+        assert [held.users for held in segments_of_plans()] == [("somebody",)]
         arena.give_back()
         assert arena.released is frees
-        assert [held.users for held in symmplan.segments()] == ([] if frees else [()])
+        assert [held.users for held in segments_of_plans()] == ([] if frees else [()])
         assert [*kept.values()] == ([] if frees else [arena])
     arena.release()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from held import segments_of_plans
 from ranks import pool_of
 
 import symmplan
@@ -14,7 +15,7 @@ pair = pool_of(2, timeout=120.0)
 
 
 def _users():
-    return sorted((held.users, held.nbytes, held.memory) for held in symmplan.segments())
+    return sorted((held.users, held.nbytes, held.memory) for held in segments_of_plans())
 
 
 def _all_three(rank, size):
@@ -44,9 +45,9 @@ def _all_three(rank, size):
             program(x)
             session.step()
         seen.append(_users())
-        (held,) = (h for h in symmplan.segments() if "eager session" in h.users)
+        (held,) = (h for h in segments_of_plans() if "eager session" in h.users)
         named = held.name.rpartition(".")[0], held.groups
-        names = [h.name for h in symmplan.segments()]
+        names = [h.name for h in segments_of_plans()]
         assert len({*names}) == len(names)
         want = [(s.name, s.groups) for s in session.plan.segments]
     handle.remove()

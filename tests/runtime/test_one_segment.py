@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from held import segments_of_plans
 from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
@@ -121,11 +122,11 @@ def _all_three(rank, size, late, order="together", keeps=()):
             same = [_alike(a, b, size) for a, b in zip(found, want[turn], strict=True)]
             differences += [] if all(same) else [(turn, same)]
             held.append(
-                [(s.nbytes, len({*s.groups}), sorted(s.users)) for s in symmplan.segments()]
+                [(s.nbytes, len({*s.groups}), sorted(s.users)) for s in segments_of_plans()]
             )
         stats = session.stats
         needs = (handle.plan.peak_bytes, session.plan.peak_bytes, backend.stats.segment_bytes)
-    left = [sorted(s.users) for s in symmplan.segments()]
+    left = [sorted(s.users) for s in segments_of_plans()]
     behind = []
     for turn in range(2):  # the others go on
         found = _program(model, graph, group, turn)
@@ -142,7 +143,7 @@ def _all_three(rank, size, late, order="together", keeps=()):
         "shared": _shared(handle.plan) if size == 2 else [],
         "left": left,
         "behind": all(behind),
-        "end": len(symmplan.segments()),
+        "end": len(segments_of_plans()),
     }
 
 
@@ -234,7 +235,7 @@ def _some_enter(rank, size):
     dist.barrier()
     if rank < 2:
         dist.destroy_process_group(pair)
-    return all(same), served > 0, planned, len(symmplan.segments())
+    return all(same), served > 0, planned, len(segments_of_plans())
 
 
 @pytest.mark.further

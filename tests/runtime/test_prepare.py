@@ -7,6 +7,7 @@ import warnings
 
 import attrs
 import pytest
+from held import segments_of_plans
 from ranks import pool_of
 
 from symmplan.errors import AgreementError, BackendError, PeerLostError
@@ -102,7 +103,6 @@ def failed_in_it(rank, size):
     import torch.distributed as dist
     from memory_plans import hand_made
 
-    import symmplan
     from symmplan.runtime.options import Options
     from symmplan.runtime.prepare import Preparation
 
@@ -111,7 +111,7 @@ def failed_in_it(rank, size):
     preparation.agree(device, groups)
 
     def meet(arena):
-        assert [s.users for s in symmplan.segments()] == [("a program",)]
+        assert [s.users for s in segments_of_plans()] == [("a program",)]
         if rank:
             raise BackendError("no luck", fix="try tomorrow")
 
@@ -123,7 +123,7 @@ def failed_in_it(rank, size):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = preparation.attempt(make, groups, lambda made: made[0].release())
-    return made, symmplan.segments()
+    return made, segments_of_plans()
 
 
 def test_memory_in_which_a_rank_fails_is_given_back(two, shared_memory_is_left_clean):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from held import segments_of_plans
 from ranks import pool_of
 from torch import nn
 
@@ -165,11 +166,11 @@ def _trained(rank, size, dp, tp, acts, gathers=False, algorithms=("placed", "pla
             differences += [] if bool((memory.at(place) == 7).all()) else [(turn, "lost")]
             held.drop()
         if turn == 0:
-            alone = sum(s.nbytes for s in symmplan.segments())
+            alone = sum(s.nbytes for s in segments_of_plans())
     for a, b in zip(wanted.parameters(), model.parameters(), strict=True):
         same = torch.equal(_whole(a), _whole(b))
         differences += [] if same else ["parameters"]
-    held = symmplan.segments()
+    held = segments_of_plans()
     found = {
         "differences": differences,
         "graphs alone": alone,
@@ -181,7 +182,7 @@ def _trained(rank, size, dp, tp, acts, gathers=False, algorithms=("placed", "pla
     }
     handle.remove()
     backend.release()
-    found["left"] = len(symmplan.segments())
+    found["left"] = len(segments_of_plans())
     dist.barrier()
     return found
 
@@ -287,13 +288,13 @@ def _two_backends(rank, size, late):
     handle = symmplan.fsdp.apply(model, choose="placed", timeout=60.0)
     for _ in range(4):
         model(torch.ones(8, WIDTH)).square().mean().backward()
-    held = [s.users for s in symmplan.segments() if s.users]
+    held = [s.users for s in segments_of_plans() if s.users]
     planned = [b.stats.plans for b in (first, second)]
     handle.remove()
     for backend in (first, second):
         backend.release()
     dist.barrier()
-    return held, planned, len(symmplan.segments())
+    return held, planned, len(segments_of_plans())
 
 
 @pytest.mark.further

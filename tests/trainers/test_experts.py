@@ -11,11 +11,11 @@ import sys
 import pages
 import pytest
 import torch
+from held import segments_of_plans
 from paths import ROOT
 from ranks import RankPool
 from torch import nn
 
-import symmplan
 from symmplan.errors import CaptureError
 from symmplan.trainers.experts import split_experts
 
@@ -148,7 +148,7 @@ def compared(rank, world_size, kind, padded):
                 dist.all_reduce(parameter.grad)
             torch.testing.assert_close(parameter.grad, wanted, rtol=1e-4, atol=1e-5)
         split.zero_grad()
-    assert len([s for s in symmplan.segments() if s.users]) == 1
+    assert len([s for s in segments_of_plans() if s.users]) == 1
     via.release()
     return sorted(names)
 

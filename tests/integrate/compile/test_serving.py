@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from decoding import LENGTH, decoder, forget, tokens
+from held import segments_of_plans
 from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
@@ -55,7 +56,7 @@ def _decode(rank, size, sizes, inner, dynamic):
             expected = played(model, requests)
             for number, count in enumerate(sizes):
                 step(compiled, count, 0, number)
-                grown.append((backend.stats.rendezvous, symmplan.segments()))
+                grown.append((backend.stats.rendezvous, segments_of_plans()))
             before = backend.stats
             got = played(compiled, requests)
         for one, other in zip(got, expected, strict=True):
@@ -64,7 +65,7 @@ def _decode(rank, size, sizes, inner, dynamic):
             "before": before,
             "after": backend.stats,
             "grown": [(met, [s.nbytes for s in held]) for met, held in grown],
-            "held": [s.nbytes for s in symmplan.segments()],
+            "held": [s.nbytes for s in segments_of_plans()],
             "plain": backend.stats.plain,
         }
     finally:

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from expert_programs import here, late
+from held import segments_of_plans
 from ranks import RankPool
 
 import symmplan
@@ -93,10 +94,10 @@ def random_calls(rank, world_size, seeds, choose="auto", kind="cpu"):
                 ):
                     assert torch.equal(out, given * factors), (seed, iteration)
                     assert torch.equal(rows.grad, weight * factors), (seed, iteration)
-            held = [s for s in symmplan.segments() if s.users]
+            held = [s for s in segments_of_plans() if s.users]
             assert len(held) <= 1
             replans.append((experts.stats.replans, experts.max_tokens))
-        assert not any(s.users for s in symmplan.segments())
+        assert not any(s.users for s in segments_of_plans())
     dist.barrier()
     return replans
 
@@ -133,7 +134,7 @@ def _grows_on_one(rank, world_size):
         assert torch.equal(outside[-1], torch.full((6,), float(rank * world_size)))
         found.append((experts.stats.replans, experts.max_tokens))
     stats = experts.stats
-    (segment,) = symmplan.segments()
+    (segment,) = segments_of_plans()
     experts.plan.verify()
     experts.release()
     logging.getLogger("symmplan").removeHandler(handler)
