@@ -264,10 +264,16 @@ class ZeroCopyUnshard:
     def remove(self) -> None:
         """Give FSDP2 its own methods back, and its parameters storages of their own.
 
+        What a gather has brought stays: another one could bring other values, because the shards
+        may change meanwhile.
+
         Collective: no.
         """
         if isinstance(fsdp2_in_place.result_of(self._group), Gathered):
-            fsdp2_in_place.set_result(self._group, None)
+            if self.storage is None:
+                fsdp2_in_place.set_result(self._group, None)
+            else:
+                self.wait_for_unshard()
         self._move_out()
         if self._kept is not None:
             self._kept()

@@ -89,6 +89,12 @@ def check(ranks, program):
     return results
 
 
+def test_what_a_gather_has_brought_outlives_the_handle(two):
+    """Shards change between the start of a gather and the end of the wait for it."""
+    acts = (("train",), ("unshard_all", False, False), ("anew",), ("clamp", 1, "no_grad"))
+    check(two, Program(ranks=2, units=(Unit(),), acts=(*acts, ("train",))))
+
+
 def test_a_plan_that_is_made_in_inference_mode_serves_training(two):
     """What is kept from then on must not belong to that mode."""
     check(
