@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from pool_programs import (
@@ -326,7 +328,9 @@ def _pinned(rank, size, holds):
     for backend in (first, second):
         backend.release()
     wrong += [] if torch.equal(weight, plain) else ["parameter"]
-    return wrong, seen, len({*addresses}), kept, missed, users_of()
+    # One after another: memory that was given back may be mapped at its address again.
+    moves = sum(before != now for before, now in itertools.pairwise(addresses))
+    return wrong, seen, moves, kept, missed, users_of()
 
 
 @pytest.mark.parametrize("holds", [False, True])
@@ -339,7 +343,7 @@ def test_pinned_inputs_move_with_the_segment_unless_somebody_looks(two, holds):
             assert len(seen[-1]) == 2
         else:
             assert [len(held) for held in seen] == [1] * 5
-            assert moves > 2
+            assert moves >= 2
         assert kept == 1
         assert missed == 0
         assert left == []
