@@ -105,19 +105,21 @@ def _program(x, group):
     return a + b, parts
 
 
-def _turns(rank, count=5):
-    """Inputs that change, and the results of the program without symmplan."""
+def _turns(rank, count=5, by=None):
+    """Inputs that change, and the results of the program without symmplan, ``by`` what runs it."""
     import torch.distributed as dist
 
     group = dist.group.WORLD.group_name
     generator = torch.Generator().manual_seed(rank)
     inputs = [torch.randn(4, 8, generator=generator) for _ in range(count)]
-    return group, [(x, _program(x, group)) for x in inputs]
+    return group, [(x, (by or _program)(x, group)) for x in inputs]
 
 
 def _graph(rank, world, memory, inner, choose):
     torch._dynamo.reset()
-    group, turns = _turns(rank)
+    plain = torch.compile(_program, backend=inner, fullgraph=True)  # whose sines may be its own
+    group, turns = _turns(rank, by=plain)
+    torch._dynamo.reset()
     before = len(state().kernels)
     backend = symmplan.backend(inner=inner, memory=memory, choose=choose, timeout=30.0)
     compiled = torch.compile(_program, backend=backend, fullgraph=True)
