@@ -94,7 +94,7 @@ LOCAL = {
     "debug": {"__init__": "the same"},
     "placements": {"prepare": "names the buffers of a race"},
     "bound": {"step_aside": "copies, where the parameters lie in the placement"},
-    "all_gather_event": {"wait_for_unshard": "waits", "step_aside": "waits"},
+    "all_gather_event": {"step_aside": "waits"},
     "held": {
         "allocate": "FSDP2 holds its buffer until the collective ran; else the step has failed",
     },

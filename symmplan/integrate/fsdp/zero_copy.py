@@ -172,9 +172,14 @@ class ZeroCopyUnshard:
             if in_backward and group.is_unsharded:
                 self._runtime.counts["reused"] += self._kept is not None
             return
+        self._receive(result, storage)
+
+    def _receive(self, gathered: Gathered, storage: ParameterStorage) -> None:
+        """Let the module have what a gather has brought."""
+        group = self._group
         fsdp2_in_place.release_gather(group)
-        if result.all_gather_event is not None:
-            self._device.current_stream().wait_event(result.all_gather_event)
+        if gathered.all_gather_event is not None:
+            self._device.current_stream().wait_event(gathered.all_gather_event)
         storage.move_in(group.fsdp_params)
         storage.finish(group.fsdp_params)
         fsdp2_in_place.has_unsharded(group)
@@ -269,11 +274,12 @@ class ZeroCopyUnshard:
 
         Collective: no.
         """
-        if isinstance(fsdp2_in_place.result_of(self._group), Gathered):
+        result = fsdp2_in_place.result_of(self._group)
+        if isinstance(result, Gathered):
             if self.storage is None:
                 fsdp2_in_place.set_result(self._group, None)
             else:
-                self.wait_for_unshard()
+                self._receive(result, self.storage)
         self._move_out()
         if self._kept is not None:
             self._kept()
