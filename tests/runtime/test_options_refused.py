@@ -52,7 +52,12 @@ _ALL = {"timeout": _TIMEOUTS, "memory": ["tape", 3, None], "choose": ["dice", No
 _PLANNED = {"effort": ["none", None, 1], "capacity": ["lots", -1, 1.5, True, "3Gb"]}
 _WATCHED = {"debug": [1, 0, "yes", None], "collectives": ["all", None, True]}
 BAD = {
-    "fsdp": {**_ALL, **_PLANNED, "unsharded_modules": [0, -1, 1.5, "two", True]},
+    "fsdp": {
+        **_ALL,
+        **_PLANNED,
+        "debug": ["poison", 1, None],
+        "unsharded_modules": [0, -1, 1.5, "two", True],
+    },
     "backend": {
         **_ALL,
         **_PLANNED,

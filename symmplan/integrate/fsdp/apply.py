@@ -18,7 +18,7 @@ from symmplan.model import AlgorithmName
 from symmplan.runtime.executor import executor
 from symmplan.runtime.handles import OfOneProcess
 from symmplan.runtime.observe import Checked, check
-from symmplan.runtime.options import Options, whole
+from symmplan.runtime.options import Options, known, whole
 from symmplan.runtime.stats import Stats
 from symmplan.torch_private import autograd, fsdp2, fsdp2_in_place
 from symmplan.torch_private.compilers import outside_graphs
@@ -275,6 +275,7 @@ def apply(
     from torch.distributed.tensor import DTensor
     from torch.nn import Module
 
+    known("debug mode", debug, (True, False))  # nothing of FSDP2's is poisoned
     options = Options(
         memory=memory,
         effort=effort,
