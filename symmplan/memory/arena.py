@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import copy
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from symmplan.coordination.agreement import compare_notes
 from symmplan.coordination.exchange import Exchange
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import at_drop, own_work
 from symmplan.device import device_of
-from symmplan.errors import OptionError, ReleasedError, RunError
+from symmplan.errors import OptionError, ReleasedError
 from symmplan.memory.beyond import counting
 from symmplan.memory.device_memory import require_left
 from symmplan.memory.health import Health
 from symmplan.memory.held_segment import note_released
-from symmplan.memory.leased import lease_out
-from symmplan.memory.placed_tensor import view_of
+from symmplan.memory.leased import lease_again, lease_out
+from symmplan.memory.placed_tensor import placement_of, view_of
 from symmplan.memory.races import RaceDetector
 from symmplan.memory.resolve import resolve_backend
 from symmplan.memory.segment import Segment
@@ -82,6 +83,8 @@ class Arena:
         for host in self.hosts:
             host.tenants.append(user)
         self.races = races
+        # {segment: the storage of its tensors that the program has}
+        self._leased: WeakValueDictionary[str, torch.UntypedStorage] = WeakValueDictionary()
         self.released = False
         self.numbered = number is not None
         self.number = PROCESS.number_arena() if number is None else number
@@ -137,7 +140,7 @@ class Arena:
         dtype: torch.dtype | None = None,
         shape: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """A view of a placement.
+        """A view of a placement. It keeps the arena, as do all tensors on its storage.
 
         Args:
             name: Name of the buffer in the plan.
@@ -159,19 +162,13 @@ class Arena:
                 fix="keep the arena until nothing uses its tensors, or realize the plan again",
                 buffer=name,
             )
-        placement = self.plan.placements.get(name)
-        if placement is None:
-            raise RunError(
-                f"the plan places no buffer {name!r}",
-                expected=f"one of {sorted(self.plan.placements)}",
-                got=repr(name),
-                fix="ask for a buffer of arena.plan.placements",
-                buffer=name,
-            )
-        if not self.frees:  # and when a tensor ends, nobody notices: nobody else gets the bytes
-            self._drop.detach()
-            self._drop = at_drop(self, copy.copy(self).release)
-        return view_of(self.segments[placement.segment], placement, name, dtype, shape)
+        placement = placement_of(self.plan, name)
+        whole = self.segments[placement.segment].tensor
+        bytes_ = lease_again(whole, self._leased, placement.segment, self._end_of_leases)
+        return view_of(bytes_, placement, name, dtype, shape)
+
+    def _end_of_leases(self) -> None:
+        """What a storage of tensors holds, and this arena with it."""
 
     @own_work
     def join(self, more: Mapping[str, Mapping[str, Any]]) -> int:
@@ -292,7 +289,9 @@ class Arena:
         if self.tenants or self.released:
             return
         segments = self.segments.values()
-        spoilt = any(s.held() or s.health.reason is not None or s.unmet for s in segments)
+        spoilt = any(self._leased.values()) or any(
+            s.held() or s.health.reason is not None or s.unmet for s in segments
+        )
         if not segments or self.frees or spoilt or not self.numbered:
             self.release()
         else:

@@ -17,9 +17,9 @@ import torch
 from symmplan.coordination.world import at_end, current
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, MutableMapping
 
-__all__ = ["lease_out"]
+__all__ = ["lease_again", "lease_out"]
 
 
 class _Owner:
@@ -73,3 +73,26 @@ def lease_out(tensor: torch.Tensor, on_drop: Callable[[], None] = lambda: None) 
     else:
         flat = torch.as_tensor(owner, device=tensor.device)
     return flat.view(tensor.dtype).view(tensor.shape)
+
+
+def lease_again(
+    tensor: torch.Tensor,
+    leased: MutableMapping[str, torch.UntypedStorage],
+    name: str,
+    on_drop: Callable[[], None],
+) -> torch.Tensor:
+    """As `lease_out`, but all of a name get one storage as long as some tensor has it.
+
+    Args:
+        tensor: One-dimensional uint8.
+        leased: The storages, held weakly.
+        name: Of the bytes.
+        on_drop: As of `lease_out`, for a storage that is made now.
+    """
+    storage = leased.get(name)
+    with torch.inference_mode(mode=False):
+        if storage is not None:
+            return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+        made = lease_out(tensor, on_drop)
+    leased[name] = made.untyped_storage()
+    return made

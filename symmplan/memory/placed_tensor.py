@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     import torch
 
     from symmplan.memory.segment import Rendezvous, Segment
-    from symmplan.model import Placement
+    from symmplan.model import Placement, Plan
 
-__all__ = ["PlacedTensor", "handle", "view_of"]
+__all__ = ["PlacedTensor", "handle", "placement_of", "view_of"]
 
 
 @frozen
@@ -101,8 +101,22 @@ def handle(tensor: torch.Tensor, group: str | Any | None = None) -> PlacedTensor
     )
 
 
+def placement_of(plan: Plan, name: str) -> Placement:
+    """The placement of a buffer; a RunError if it has none."""
+    placement = plan.placements.get(name)
+    if placement is None:
+        raise RunError(
+            f"the plan places no buffer {name!r}",
+            expected=f"one of {sorted(plan.placements)}",
+            got=repr(name),
+            fix="ask for a buffer of arena.plan.placements",
+            buffer=name,
+        )
+    return placement
+
+
 def view_of(
-    segment: Segment,
+    segment: torch.Tensor,
     placement: Placement,
     name: str,
     dtype: torch.dtype | None,
@@ -111,7 +125,7 @@ def view_of(
     """The bytes of a placement as a tensor.
 
     Args:
-        segment: The segment of the placement.
+        segment: The bytes of the placement's segment.
         placement: Where the bytes are.
         name: Name of the buffer, for messages.
         dtype: Element type; uint8 if None.
@@ -122,7 +136,7 @@ def view_of(
     """
     import torch
 
-    flat = segment.tensor[placement.offset : placement.end]
+    flat = segment[placement.offset : placement.end]
     wanted = torch.uint8 if dtype is None else dtype
     if not isinstance(wanted, torch.dtype):
         raise RunError(

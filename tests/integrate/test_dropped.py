@@ -168,30 +168,46 @@ def test_nothing_grows_over_new_process_groups(kind):
         assert len({*found[2:]}) == 1, found
 
 
-def _kept_tensor(rank, world):
+def _kept_tensor(rank, world, way):
+    """An arena is dropped or released while a tensor in it, and then a view of that, lives on."""
+    group = dist.group.WORLD.group_name
     problem = Problem(
-        buffers=(Buffer("x", 4096, dist.group.WORLD.group_name),),
+        buffers=(Buffer("x", 4096, group), Buffer("y", 64, group)),
         operations=(Operation("o"),),
-        accesses=(Access("o", "x", write=True),),
+        accesses=(Access("o", "x", write=True), Access("o", "y", write=True)),
     )
     plan = symmplan.plan(problem)
     before = len(symmplan.segments())
     arena = realize(plan, memory="shm")
     kept = arena.tensor("x").fill_(rank)
+    assert arena.tensor("y").untyped_storage()._cdata == kept.untyped_storage()._cdata
+    if way == "release":
+        arena.release()
     del arena
     others = [realize(plan, memory="shm") for _ in range(3)]
     for other in others:
         other.tensor("x").fill_(7)
     held = [(s.users, s.nbytes) for s in symmplan.segments()[before:]]
     same = kept.eq(rank).all().item()
+    kept = kept[:2048].view(2, 1024)
+    gc.collect()
+    gather = torch.ops.symmplan.all_gather_out
+    try:
+        gather(torch.full((1, 1024), rank + 5, dtype=torch.uint8), 2, group, out=kept)
+        gathered = kept[:, 0].tolist()
+    except symmplan.errors.NotSymmetricError as error:
+        gathered = "lies in no live segment" in str(error)
     del kept, other, others
-    return same, held, len(symmplan.segments()) - before
+    return same, held, gathered, len(symmplan.segments()) - before
 
 
 @pytest.mark.ranks
-def test_a_tensor_of_a_dropped_arena_keeps_its_bytes(two):
-    held = [(("tensors",), 4096), *[((), 4096)] * 3]
-    assert two.run(_kept_tensor) == [(True, held, 0)] * 2
+@pytest.mark.parametrize("way", ["drop", "release"])
+def test_a_tensor_keeps_its_arena_and_its_bytes(two, way):
+    users, gathered = ((), [5, 6]) if way == "drop" else (("tensors",), True)
+    nbytes = 4096 + 256
+    held = [(users, nbytes), *[((), nbytes)] * 3]
+    assert two.run(_kept_tensor, way) == [(True, held, gathered, 0)] * 2
 
 
 def _kept_function(rank, world):

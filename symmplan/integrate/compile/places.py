@@ -108,7 +108,7 @@ class Place:
         """Be the placement of a buffer of an arena's plan from now on."""
         place = arena.plan.placements[buffer]
         segment = arena.segments[place.segment]
-        self.lease = StorageLease(lease_out(arena.tensor(buffer)), name=buffer)
+        self.lease = StorageLease(lease_out(segment.tensor[place.offset : place.end]), name=buffer)
         self.address = address_of(self.lease.tensor)
         begin = segment.begin + place.offset
         Ledger(segment.leases).take(begin, begin + place.nbytes, self.lease)
