@@ -26,7 +26,7 @@ __all__ += ["write_all", "write_text", "written_lines"]
 _Read = TypeVar("_Read")
 
 #: Options that name a file to be written.
-_OUTPUTS = ("output", "html", "perfetto", "memory_viz")
+_OUTPUTS = ("output", "html")
 #: In JSON no name can look like this: its quotes would be escaped.
 _FORMAT = re.compile(r'"format"\s*:\s*"symmplan\.(\w+)"')
 
@@ -36,12 +36,6 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="OUT", type=Path, help="write a picture of the plan")
     parser.add_argument(
         "--beside", metavar="PLAN", type=Path, help="another plan's JSON, drawn beside it in --html"
-    )
-    parser.add_argument(
-        "--perfetto", metavar="OUT", type=Path, help="write a trace for ui.perfetto.dev"
-    )
-    parser.add_argument(
-        "--memory-viz", metavar="OUT", type=Path, help="write a snapshot for pytorch.org/memory_viz"
     )
     parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write the plan as JSON")
 
@@ -100,8 +94,6 @@ def plan_result(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     beside = args.beside and from_text(args.beside, read_text(args.beside), Plan.from_json)
     writers: dict[str, Callable[[Path], object]] = {
         "html": lambda path: plan.to_html(path, beside),
-        "perfetto": plan.to_perfetto,
-        "memory_viz": plan.to_memory_viz,
         "plan": lambda path: write_text(path, plan.to_json()),
     }
     written = write_all(args, writers)

@@ -297,24 +297,6 @@ class Plan:
 
         write_plan_html(self, path, beside)
 
-    def to_perfetto(self, path: str | os.PathLike[str]) -> None:
-        """Write a Chrome trace, which ui.perfetto.dev opens: streams, buffers, live bytes.
-
-        A plan knows order and no durations: each operation is as long as the others.
-        """
-        from symmplan.report.viewers import write_perfetto
-
-        write_perfetto(self, path)
-
-    def to_memory_viz(self, path: str | os.PathLike[str]) -> None:
-        """Write a memory snapshot, which pytorch.org/memory_viz opens.
-
-        The file is a pickle of plain values, the only form that the page reads.
-        """
-        from symmplan.report.viewers import write_memory_viz
-
-        write_memory_viz(self, path)
-
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         from symmplan.report.html import plan_frame

@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_written_is_named_as_it_was_asked_for(folder, tmp_
     assert told["fix"]
 
 
-@pytest.mark.parametrize("option", ["-o", "--html", "--perfetto", "--memory-viz"])
+@pytest.mark.parametrize("option", ["-o", "--html"])
 def test_files_that_cannot_be_written_are_refused_before_any_work(option, csv, tmp_path, capsys):
     for path, lack in (
         (tmp_path / "none" / "x", f"there is no folder {tmp_path}/none"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html.parser
 import json
 import re
-from collections import Counter
 
 import pytest
 from attrs import evolve
@@ -19,7 +18,6 @@ from symmplan.report.data import live_ranges, plan_facts, topological
 from symmplan.report.format import count, size, table, visible
 from symmplan.report.html import plan_html
 from symmplan.report.text import plan_summary
-from symmplan.report.viewers import memory_snapshot, perfetto_trace
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -307,56 +305,7 @@ def test_visible_text_is_one_printable_line(text):
     assert not text.isprintable() or shown == text
 
 
-# ---- other viewers ---------------------------------------------------------------------------
-
-
-@settings(max_examples=40)
-@given(plans())
-def test_a_trace_has_every_operation_and_every_placement(plan):
-    trace = json.loads(json.dumps(perfetto_trace(plan)))["traceEvents"]
-    operations = [e for e in trace if e.get("cat") == "operation"]
-    assert Counter(e["name"] for e in operations) == Counter(
-        o.name for o in plan.problem.operations
-    )
-    opened = [e for e in trace if e["ph"] == "b"]
-    closed = {(e["pid"], e["id"]): e["ts"] for e in trace if e["ph"] == "e"}
-    assert {e["name"]: (e["cat"], e["args"]["offset"], e["args"]["end"]) for e in opened} == {
-        n: (p.segment, p.offset, p.end) for n, p in plan.placements.items()
-    }
-    assert all(e["ts"] < closed[e["pid"], e["id"]] for e in opened)
-    counted = [e["args"] for e in trace if e["ph"] == "C"]
-    assert all(c["live bytes"] >= 0 and c["free bytes"] >= 0 for c in counted)
-
-
-@settings(max_examples=40)
-@given(plans())
-def test_a_snapshot_frees_what_it_allocates_and_nothing_overlaps(plan):
-    snapshot = memory_snapshot(plan)
-    inside = [(s["address"], s["address"] + s["total_size"]) for s in snapshot["segments"]]
-    live: dict[int, int] = {}
-    for entry in snapshot["device_traces"][0]:
-        low, high = entry["addr"], entry["addr"] + entry["size"]
-        if entry["action"] == "alloc":
-            assert any(a <= low and high <= b for a, b in inside)
-            assert all(high <= a or b <= low for a, b in live.items())
-            live[low] = high
-        elif entry["action"] == "free_completed":
-            assert live.pop(low) == high
-    assert not live
-
-
-def test_torch_reads_the_snapshot(tmp_path):
-    import pickle
-
-    viz = pytest.importorskip("torch.cuda._memory_viz")
-    plan = make_plan(Problem.from_intervals([("a", 0, 2, 512), ("b", 1, 3, 256)]))
-    plan.to_memory_viz(tmp_path / "plan.pickle")
-    snapshot = pickle.loads((tmp_path / "plan.pickle").read_bytes())
-    assert "Device 0 -" in viz.trace(snapshot)
-    assert viz.segsum(snapshot)
-    assert "[512:256" in viz.trace(snapshot)
-    plan.to_perfetto(tmp_path / "plan.json")
-    assert json.loads((tmp_path / "plan.json").read_text()) == perfetto_trace(plan)
+# ---- notebooks -------------------------------------------------------------------------------
 
 
 def test_a_notebook_shows_the_page_in_a_frame_of_its_own():
