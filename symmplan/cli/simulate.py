@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from symmplan.bench.parts.programs import program_of
 from symmplan.cli.files import write_all, write_text, written_lines
 from symmplan.errors import UsageError
-from symmplan.report.format import seconds, size, table
+from symmplan.report.format import size, table
 from symmplan.report.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sweep",
         type=_sweep,
         metavar="ranks=N,N,...",
-        help="simulate worlds of several sizes, and print how bytes and times grow",
+        help="simulate worlds of several sizes, and print how bytes grow",
     )
     parser.add_argument("--rank", type=int, default=0, help="the rank to plan for (default: 0)")
     parser.add_argument(
@@ -50,11 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ranks-per-domain", type=int, metavar="N", help="ranks that NVLink joins across hosts"
-    )
-    parser.add_argument(
-        "--links",
-        metavar="NAME",
-        help="machine for predicted times: dgx-a100, dgx-h100, dgx-h200, gb200-nvl72, or a file",
     )
     parser.add_argument("--choices", metavar="FILE", help="tuning table, measured elsewhere")
     parser.add_argument("--html", metavar="OUT", type=Path, help="write the report as a page")
@@ -102,7 +97,6 @@ def _simulated(
         ranks_per_host=args.ranks_per_host,
         ranks_per_domain=args.ranks_per_domain,
         choices=args.choices,
-        links=args.links,
         progress=progress,
     )
     return report, {
@@ -117,22 +111,13 @@ def _mark(line: ProgressLine, of: str, what: str) -> None:
 
 
 def _growth(worlds: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each world: its bytes, and what is exposed of its collectives."""
-    timed = worlds[0]["times"] is not None
-    head: tuple[str, ...] = ("ranks", "symmetric", "ordinary", "device")
-    head += ("products", "collectives", "exposed", "if ordinary") if timed else ()
-    rows = [head]
+    """A line for each world, with its bytes."""
+    rows: list[tuple[str, ...]] = [("ranks", "symmetric", "ordinary", "device")]
     for world in worlds:
-        keys = ("peak_bytes", "device_bytes")
-        symmetric, device = (size(world[key]) for key in keys)
+        symmetric, device = (size(world[key]) for key in ("peak_bytes", "device_bytes"))
         ordinary = size(world["ordinary_bytes"]["total"])
-        row: tuple[str, ...] = (f"{world['ranks']:,}", symmetric, ordinary, device)
-        if timed:
-            planned, forced = world["times"]["planned"], world["times"]["forced"]
-            times = [planned[key] for key in ("products", "collectives", "exposed")]
-            row += tuple(map(seconds, (*times, forced["ordinary"]["exposed"])))
-        rows.append(row)
-    return table(rows, range(len(head)))
+        rows.append((f"{world['ranks']:,}", symmetric, ordinary, device))
+    return table(rows, range(len(rows[0])))
 
 
 def render(result: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
-__all__ = ["count", "seconds", "size", "table", "visible"]
+__all__ = ["count", "size", "table", "visible"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -23,18 +23,6 @@ def size(nbytes: int) -> str:
         value, unit = value / 1024, unit + 1
     digits = f"{value:.0f}" if value == int(value) else f"{value:.2f}"
     return f"{digits} {_UNITS[unit]}"
-
-
-def seconds(value: float) -> str:
-    """A time for people, of three digits: ``1.23 ms``.
-
-    >>> seconds(12.3e-6), seconds(0.00123), seconds(61.2), seconds(0)
-    ('12.3 us', '1.23 ms', '61.2 s', '0 us')
-    """
-    for factor, unit in ((1e6, "us"), (1e3, "ms")):
-        if value * factor < 999.5:
-            return f"{value * factor:.3g} {unit}"
-    return f"{value:.3g} s"
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:

@@ -61,11 +61,11 @@ def _flops(node: fx.Node) -> float:
     if overload is None:
         return 0.0
     args, kwargs = tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs))
-    known = bound_of(flops_of(overload, args, kwargs, node.meta["val"]))
+    known = bound_of(_flops_of(overload, args, kwargs, node.meta["val"]))
     return float(_MOST if known is None else min(known, _MOST))
 
 
-def flops_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
+def _flops_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
     """Floating-point operations of one call; 0 for what is no matrix product or the like."""
     packet = _WRITES.get(overload._schema.name, overload.overloadpacket)
     formula: Any = flop_registry.get(packet)

@@ -11,17 +11,15 @@ from attrs import asdict, frozen
 from symmplan.planner.advice import advise
 from symmplan.planner.budget import bytes_of
 from symmplan.report import plan_facts
-from symmplan.report.format import count, seconds, size, table, visible
+from symmplan.report.format import count, size, table, visible
 from symmplan.report.html import page, plan_frame, tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from typing import Any
 
-    from symmplan.model import Plan
-    from symmplan.simulation.timeline import Collective, Times
+    from symmplan.model import AlgorithmName, Plan
 
-__all__ = ["Answer", "Ordinary", "SimulationReport"]
+__all__ = ["Answer", "Collective", "Ordinary", "SimulationReport"]
 
 
 @frozen
@@ -48,6 +46,28 @@ class Ordinary:
 
 
 @frozen
+class Collective:
+    """The program's collectives of one kind.
+
+    Attributes:
+        op: Name of the op; ``"all_gather"`` and ``"reduce_scatter"`` are FSDP2's,
+            ``"all_to_all"`` is of experts.
+        count: How often it ran.
+        nbytes: Bytes of the largest tensor of one collective, on this rank.
+        group: Name of the process group.
+        ranks: Number of ranks of the group.
+        algorithm: Its algorithm in the plan.
+    """
+
+    op: str
+    count: int
+    nbytes: int
+    group: str
+    ranks: int
+    algorithm: AlgorithmName
+
+
+@frozen
 class Answer:
     """One answer about a simulated program.
 
@@ -60,11 +80,6 @@ class Answer:
     kind: str
     text: str
     nbytes: int
-
-
-def _times(collective: Collective) -> str:
-    """What one takes, by algorithm; empty if nothing is predicted."""
-    return ", ".join(f"{name} {seconds(took)}" for name, took in collective.seconds.items())
 
 
 def _costs(plan: Plan) -> list[Answer]:
@@ -99,7 +114,6 @@ class SimulationReport:
         device_bytes_without: Peak of the rank's device memory without symmplan, counted like
             `device_bytes`.
         collectives: The program's collectives, by op, size, group and algorithm.
-        times: Predicted times on a machine; None without links.
     """
 
     ranks: int
@@ -111,7 +125,6 @@ class SimulationReport:
     ordinary_bytes: Ordinary
     device_bytes_without: int
     collectives: tuple[Collective, ...]
-    times: Times | None = None
 
     def __repr__(self) -> str:
         symmetric, ordinary = size(self.peak_bytes), size(self.ordinary_bytes.total)
@@ -141,7 +154,6 @@ class SimulationReport:
             "device_bytes_without": self.device_bytes_without,
             "ordinary_bytes": {**asdict(self.ordinary_bytes), "total": self.ordinary_bytes.total},
             "collectives": [asdict(c) for c in self.collectives],
-            "times": None if self.times is None else asdict(self.times),
             "plans": [plan_facts(plan) for plan in self.plans],
         }
 
@@ -210,17 +222,14 @@ class SimulationReport:
             ("device", size(self.device_bytes), f"without {size(self.device_bytes_without)}"),
             *((name, size(nbytes), "") for name, nbytes in asdict(ordinary).items()),
         ]
-        if self.times is not None:
-            of = self.times.planned
-            facts.append(("exposed", seconds(of.exposed), f"beside {seconds(of.products)}"))
         rows = "".join(
             f'<tr><td class="n">{c.count:,}<td>{escape(visible(c.op))}'
             f'<td class="n">{size(c.nbytes)}<td>{escape(visible(c.group))}'
-            f'<td class="n">{c.ranks:,}<td>{escape(c.algorithm)}<td>{escape(_times(c))}</tr>'
+            f'<td class="n">{c.ranks:,}<td>{escape(c.algorithm)}</tr>'
             for c in self.collectives
         )
         names = '<th class="n">count<th>op<th class="n">bytes<th>group<th class="n">ranks'
-        names += "<th>algorithm<th>predicted"
+        names += "<th>algorithm"
         advice = "".join(f"<li>{escape(a.text)}</li>" for a in self.advice())
         plans = (f"<h2>Plan {i + 1}</h2>{plan_frame(plan)}" for i, plan in enumerate(self.plans))
         what = f"Rank {self.rank:,} of {self.ranks:,}"
@@ -231,18 +240,6 @@ class SimulationReport:
             f'<div class="scroll"><table><tr>{names}</tr>{rows}</table></div>'
             f"<h2>Advice</h2><ul>{advice}</ul>{''.join(plans)}</main>",
         )
-
-    def _predicted(self) -> Iterable[str]:
-        """Lines about times."""
-        times = self.times
-        if times is None:
-            return
-        yield f"predicted for {times.machine.name or 'these links'}"
-        rows = [("matrix products", seconds(times.planned.products), "", "")]
-        for name, of in (("as planned", times.planned), *times.forced.items()):
-            took = seconds(of.collectives), "exposed", seconds(of.exposed)
-            rows.append((f"collectives, {name}", *took))
-        yield from table(rows)
 
     def summary(self) -> str:
         """A text for a terminal."""
@@ -264,12 +261,10 @@ class SimulationReport:
                         size(c.nbytes),
                         f"{c.ranks:,} ranks",
                         c.algorithm,
-                        _times(c),
                     )
                     for c in self.collectives
                 ]
             ),
-            *self._predicted(),
             *(f"plan {plan.fingerprint}" for plan in self.plans),
         ]
         return "\n".join(lines)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from attrs import evolve
 
 from symmplan.coordination.own import in_own_work
 from symmplan.coordination.world import SimulatedCall, World, current, enter, leave
@@ -24,11 +23,8 @@ from symmplan.model import PUSHES
 from symmplan.runtime.algorithms import is_target
 from symmplan.runtime.options import function, whole
 from symmplan.runtime.tuning_table import read_table, ruled
-from symmplan.runtime.work import flops_of
-from symmplan.simulation.links import Links, Span, links_of
 from symmplan.simulation.memory import Storages
-from symmplan.simulation.report import Ordinary, SimulationReport
-from symmplan.simulation.timeline import Collective, Ran, predicted, seconds_of
+from symmplan.simulation.report import Collective, Ordinary, SimulationReport
 from symmplan.torch_private import fake_world
 from symmplan.torch_private.c10d import group_by_name, group_name, ranks_of, unboxed_group
 from symmplan.torch_private.ops import tree_leaves
@@ -58,7 +54,6 @@ def simulate(
     ranks_per_host: int | None = None,
     ranks_per_domain: int | None = None,
     choices: str | os.PathLike[str] | None = None,
-    links: Links | str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> SimulationReport:
     """Plan what a program needs as one rank of a simulated world.
@@ -86,19 +81,17 @@ def simulate(
             collective, rules choose. In shared memory every collective is symmetric. On devices
             gathers of at least 1 MiB run on copy engines if there are any, FSDP2's reductions of
             at least 1 MiB are pushes, and all other collectives are ordinary.
-        links: The machine's links, for predicted times: a name in `symmplan.simulation.PRESETS`, a
-            file, or a `symmplan.simulation.Links`. None for no predicted times.
         progress: A function that is sometimes called with a line of text.
 
     Returns:
-        A report of bytes, plans, collectives and times.
+        A report of bytes, plans and collectives.
 
     Raises:
         SimulationError: The program reads values of tensors, or uses a device that does not exist;
             ``rank`` is out of range; the program needs arguments; a mesh does not have all ranks;
             or the process has process groups.
         OptionError: A number of ranks is not an integer, a domain is not a whole number of hosts,
-            or there are no such links or table.
+            or there is no such table.
         BackendError: There is no such memory backend.
         MissingSeamError: This torch lacks a name that simulations need.
 
@@ -121,7 +114,6 @@ def simulate(
     """
     _check(program, ranks, rank, memory, progress)
     _check_hosts(ranks_per_host, ranks_per_domain)
-    machine = links_of(links)
     path = None if choices is None else str(choices)
     if path is not None:
         read_table(path)
@@ -144,14 +136,13 @@ def simulate(
     world.hold, world.allocated = storages.hold, storages.allocated
     world.is_segment, world.lately = storages.segment, storages.lately
     world.reads_values = fake_world.reads_values
-    ran = Ran(world)
+    others: list[tuple[SimulatedCall, bool]] = []  # that nobody plans, and if in a placement
     ops, begin = 0, time.monotonic()
     told = forward = begin  # the second: the last time that no parameter had a gradient
 
     def seen(op: Any, args: Sequence[Any], results: Any) -> None:
         nonlocal ops, told, forward
         ops += 1
-        ran.planned()
         if ops % 100 == 0 and time.monotonic() - told >= _TELL:
             told = time.monotonic()
             rate = ops / (told - begin)
@@ -163,9 +154,7 @@ def simulate(
         if op.namespace in _COLLECTIVES and not world.quiet:
             call = _call(op, args, results)
             if call is not None:
-                ran.other(call, placed=in_own_work() and is_target(call.op))
-        elif machine is not None and (flops := flops_of(op, args[0], args[1], results)):
-            ran.products(float(flops))
+                others.append((call, in_own_work() and is_target(call.op)))
 
     def check_mesh(size: int) -> None:
         if size != ranks:
@@ -188,7 +177,7 @@ def simulate(
             kept = program()  # until all is counted
             progress(f"{ops:,} ops: planning")
             plans = [p for planner in world.planners for p in planner.plans() if p is not None]
-            report = _report(ran, plans, storages, machine)
+            report = _report(world, others, plans, storages)
             del kept
             return report
     except Exception as error:
@@ -219,16 +208,17 @@ def _left(share: float, passed: float) -> str:
 
 
 def _report(
-    ran: Ran, plans: Sequence[Plan], storages: Storages, machine: Links | None
+    world: World,
+    others: Sequence[tuple[SimulatedCall, bool]],
+    plans: Sequence[Plan],
+    storages: Storages,
 ) -> SimulationReport:
-    world = ran.world
-    ran.planned()
     for planner, known_by, storage in world.buffers:
         if planner.algorithm(known_by) != "ordinary":
             storage.kind = "placed"
     # A push has its gradients until it is over.
     held = {s for planner, known_by, s in world.held if planner.algorithm(known_by) in PUSHES}
-    each = [_collective(*made, world, machine) for made in _algorithms(ran)]
+    kinds = Counter(_algorithms(world, others))
     return SimulationReport(
         ranks=world.ranks,
         rank=world.rank,
@@ -238,51 +228,42 @@ def _report(
         lower_bound_bytes=sum(p.lower_bound_bytes for p in plans),
         ordinary_bytes=Ordinary(**storages.peak(held)),
         device_bytes_without=storages.most_without(),
-        collectives=tuple(evolve(one, count=n) for one, n in Counter(each).items()),
-        times=None if machine is None else predicted(machine, ran, each),
+        collectives=tuple(
+            Collective(call.op, n, call.nbytes, call.group, _size(call), algorithm)
+            for (call, algorithm), n in kinds.items()
+        ),
     )
 
 
-def _collective(
-    call: SimulatedCall,
-    algorithm: AlgorithmName,
-    levels: bool,
-    world: World,
-    machine: Links | None,
-) -> Collective:
-    """One that ran."""
-    span, seconds = _span(call, world), {}
-    if machine is not None:
-        seconds = seconds_of(call, algorithm, span, machine, levels=levels)
-    return Collective(call.op, 1, call.nbytes, call.group, span.ranks, algorithm, seconds)
-
-
-def _algorithms(ran: Ran) -> Iterator[tuple[SimulatedCall, AlgorithmName, bool]]:
-    """How each collective that ran does so, in their order, and whether two levels are possible."""
-    world = ran.world
+def _algorithms(
+    world: World, others: Sequence[tuple[SimulatedCall, bool]]
+) -> Iterator[tuple[SimulatedCall, AlgorithmName]]:
+    """How each collective runs: first those of plans, then the others."""
     table = None if world.choices is None else read_table(world.choices)
-    for planner, known_by, call in ran.calls:
+    for planner, known_by, call in world.calls:
+        yield call, _in_levels(planner.algorithm(known_by), _levels(call, world))
+    for call, placed in others:
         algorithm: AlgorithmName = "ordinary"
-        levels = simulated(group_by_name(call.group)).two_levels(world.memory)
-        if planner is not None:
-            algorithm = planner.algorithm(known_by)
-        elif known_by:  # in a placement
-            size = group_by_name(call.group).size()
-            given = (call.op, size, call.nbytes, world.memory)
+        levels = _levels(call, world)
+        if placed:
+            given = (call.op, _size(call), call.nbytes, world.memory)
             algorithm = ruled(table, *given, levels=levels)[0]
             algorithm = "symmetric" if algorithm == "ordinary" else algorithm
-        if levels and algorithm in ("symmetric", *PUSHES):
-            algorithm = "two-level"
-        yield call, algorithm, levels and (planner is not None or algorithm != "ordinary")
+        yield call, _in_levels(algorithm, levels)
 
 
-def _span(call: SimulatedCall, world: World) -> Span:
-    """How a collective's group lies on the machine."""
-    ranks = ranks_of(group_by_name(call.group))
-    each = world.ranks_per_domain or world.ranks_per_host or world.ranks
-    there = Counter(rank // each for rank in ranks)
-    counts = {*there.values()}
-    return Span(len(ranks), len(there), counts.pop() if len(counts) == 1 else 0)
+def _in_levels(algorithm: AlgorithmName, levels: bool) -> AlgorithmName:
+    return "two-level" if levels and algorithm in ("symmetric", *PUSHES) else algorithm
+
+
+def _levels(call: SimulatedCall, world: World) -> bool:
+    """Whether a collective can run in two levels."""
+    return simulated(group_by_name(call.group)).two_levels(world.memory)
+
+
+def _size(call: SimulatedCall) -> int:
+    """The number of ranks of a collective."""
+    return len(ranks_of(group_by_name(call.group)))
 
 
 def _call(op: Any, args: Sequence[Any], results: Any) -> SimulatedCall | None:

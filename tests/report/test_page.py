@@ -12,8 +12,7 @@ from plan_page import Page, layered
 from symmplan import Plan, Problem
 from symmplan.model import Access, Buffer, Operation, Placement, SegmentSpec
 from symmplan.planner import plan as make_plan
-from symmplan.simulation.report import Ordinary, SimulationReport
-from symmplan.simulation.timeline import Collective
+from symmplan.simulation.report import Collective, Ordinary, SimulationReport
 
 #: Milliseconds that a frame may take the page's own thread.
 FRAME = 100

@@ -40,6 +40,7 @@ _OF_FOUR = {"ranks_per_host": 4}
         ((8,), _OF_FOUR, "cuda", {"ordinary"}),
         ((8,), {**_OF_FOUR, "ranks_per_domain": 8}, "nccl", _PLACED),
         ((8,), {"ranks_per_host": 3}, "nccl", {"ordinary"}),
+        ((8,), {**_OF_FOUR, "memory": "shm"}, "shm", {"two-level"}),
         ((2, 4), _OF_FOUR, "nccl", _PLACED),
         ((1,), {"ranks_per_host": 1}, "nccl", set()),
     ],
