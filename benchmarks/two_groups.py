@@ -77,7 +77,7 @@ class TwoGroups:
 
 
 def _compiled(
-    side: str, settings: dict[str, Any], groups: Sequence[Any], x: torch.Tensor
+    side: Any, settings: dict[str, Any], groups: Sequence[Any], x: torch.Tensor
 ) -> tuple[Callable[[], torch.Tensor], Any]:
     """A graph whose weights are gathered two layers ahead, and whose results are summed."""
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -107,7 +107,7 @@ def _layers(
 
 
 def _sharded(
-    side: str, settings: dict[str, Any], groups: Sequence[Any], x: torch.Tensor
+    side: Any, settings: dict[str, Any], groups: Sequence[Any], x: torch.Tensor
 ) -> tuple[Callable[[], torch.Tensor], Any]:
     """FSDP2 with tensor-parallel sums over another group, a step forward and backward."""
     generator = torch.Generator().manual_seed(0)

@@ -10,11 +10,14 @@ from symmplan.model import Plan, Problem
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import fx
+    from torch.export import ExportedProgram
+
 __all__ = ["plan"]
 
 
 def plan(
-    program: Any,
+    program: fx.Graph | fx.GraphModule | ExportedProgram | Problem,
     example_inputs: Sequence[Any] | None = None,
     *,
     effort: Literal["fast", "optimal"] = "fast",
@@ -40,8 +43,8 @@ def plan(
     Raises:
         CaptureError: The program is of another kind, or has no sizes.
         CapacityError: The buffers do not fit into ``capacity``.
-        PlanningError: ``capacity`` is not a number of bytes, or there is no such effort.
-        OptionError: ``default_group`` is not a name.
+        OptionError: ``capacity`` is not a number of bytes, there is no such effort, or
+            ``default_group`` is not a name.
         MissingSeamError: This torch lacks a name that captures need.
 
     Collective: no.

@@ -12,7 +12,10 @@ A message that comes out of a distributed call starts with ``[group g, rank r]``
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = [
     "AgreementError",
@@ -99,6 +102,18 @@ class SymmplanError(Exception):
         if self.fix is not None:
             lines.append(f"  fix: {self.fix}")
         return "\n".join(lines)
+
+
+def closest(given: object, names: Iterable[object]) -> str | None:
+    """The one of ``names`` that was probably meant, if one is close.
+
+    >>> closest("shmem", ("nccl", "shm")), closest("tape", ("nccl", "shm"))
+    ('shm', None)
+    """
+    import difflib
+
+    texts = [name for name in names if isinstance(name, str)]
+    return next(iter(difflib.get_close_matches(str(given), texts, n=1, cutoff=0.7)), None)
 
 
 class DeclarationError(SymmplanError, ValueError):

@@ -21,7 +21,7 @@ and the host time is the time until all calls have returned.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from symmplan.bench.parts import command, timing
 from symmplan.bench.parts.command import Option
@@ -170,7 +170,7 @@ def _compare(what: str, tokens: int, rank: int, settings: dict[str, Any]) -> dic
     bound = int(settings["capacity"] * tokens)
     cuda = work.device.type == "cuda"
 
-    def ours(choose: str = "auto") -> Any:
+    def ours(choose: Literal["auto", "push"] = "auto") -> Any:
         return symmplan.expert_parallel(max_tokens=bound, choose=choose)
 
     made = {"push": ours("push"), "symmplan": ours()}

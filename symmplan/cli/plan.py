@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.cli import files
 from symmplan.cli.files import render_plan as render
-from symmplan.errors import CommandError, PlanningError
+from symmplan.errors import CommandError, OptionError
 from symmplan.model import Problem
 from symmplan.planner.budget import bytes_of
 from symmplan.planner.intervals import problem_from_csv
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _capacity(text: str) -> int | None:
     try:
         return bytes_of(text)
-    except PlanningError as error:
+    except OptionError as error:
         told = f"expected {error.expected}; got {error.got}; {error.fix}"
         raise argparse.ArgumentTypeError(told) from None
 

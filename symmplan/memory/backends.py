@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from symmplan.memory.segment import Allocation, Segment
     from symmplan.model import SegmentSpec
 
-__all__ = ["BACKENDS", "REACHES", "Backend", "Kind", "Reach", "check_device", "misfit"]
+__all__ = ["BACKENDS", "REACHES", "Backend", "Kind", "MemoryName", "Reach", "check_device"]
+__all__ += ["misfit"]
+
+#: The names of memory backends, see `BACKENDS`.
+MemoryName: TypeAlias = Literal["auto", "local", "shm", "nccl", "cuda", "nvshmem"]
 
 #: What memory spans: a process, a host, hosts that NVLink joins, all that a network joins.
 Reach: TypeAlias = Literal["process", "host", "nvlink", "network"]

@@ -215,15 +215,22 @@ class Problem:
         return f"<Problem: {problem_line(self)}>"
 
     @staticmethod
-    def from_intervals(intervals: Iterable[tuple[str, int, int, int]]) -> Problem:
+    def from_intervals(
+        intervals: Iterable[tuple[str, int, int, int]], *, align: int = 1
+    ) -> Problem:
         """A totally ordered problem in one segment from ``(name, begin, end, nbytes)``, half-open.
 
+        Args:
+            intervals: One for each buffer; numbers of NumPy will do.
+            align: Alignment in bytes of all buffers, a power of two.
+
         Raises:
-            ProblemError: An interval is empty, a size is not positive, or a name appears twice.
+            ProblemError: An interval is empty, a size is not positive, a name appears twice, or
+                ``align`` is no power of two.
         """
         from symmplan.planner.intervals import problem_from_intervals
 
-        return problem_from_intervals(intervals)
+        return problem_from_intervals(intervals, align=align)
 
     @staticmethod
     def from_csv(path: str | os.PathLike[str]) -> Problem:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from attrs import evolve, field, frozen
 
-from symmplan.errors import PlanningError
+from symmplan.errors import OptionError
 from symmplan.model import Budget, Demotion
 from symmplan.planner.order import order_of
 
@@ -48,7 +48,7 @@ def bytes_of(given: int | str | None) -> int | None:
             (powers of 1000). None stays None.
 
     Raises:
-        PlanningError: It is not such a number, or negative.
+        OptionError: It is not such a number, or negative.
 
     >>> bytes_of("40GiB"), bytes_of("512 MiB"), bytes_of("10MB"), bytes_of("1.5 KiB"), bytes_of(7)
     (42949672960, 536870912, 10000000, 1536, 7)
@@ -61,7 +61,7 @@ def bytes_of(given: int | str | None) -> int | None:
     # "40Gi" is a size; "40i" is none, and "40Gb" are bits.
     bits = found is not None and found[2].isupper() and found[4] == "b"
     if found is None or bits or (found[3] and not found[2]):
-        raise PlanningError(
+        raise OptionError(
             f"capacity is {given!r}",
             expected="bytes as an integer, or text with a unit such as '40GiB' or '512 MiB'",
             got=repr(given),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from itertools import pairwise
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,10 @@ __all__ = ["problem_from_csv", "problem_from_intervals"]
 MAX_CSV_BYTES = 1 << 30
 
 
-def problem_from_intervals(intervals: Iterable[tuple[str, int, int, int]]) -> Problem:
-    """See `Problem.from_intervals`; alignments are 1.
+def problem_from_intervals(
+    intervals: Iterable[tuple[str, int, int, int]], *, align: int = 1
+) -> Problem:
+    """See `Problem.from_intervals`.
 
     Time is cut where an interval begins or ends; each piece becomes one operation ``t<begin>``,
     and a buffer is accessed in the first and the last piece of its interval.
@@ -38,7 +41,7 @@ def problem_from_intervals(intervals: Iterable[tuple[str, int, int, int]]) -> Pr
         ) from error
     for row in rows:
         if len(row) != 4 or not all(
-            isinstance(v, int) and not isinstance(v, bool) for v in row[1:]
+            isinstance(v, Integral) and not isinstance(v, bool) for v in row[1:]
         ):
             raise ProblemError(
                 f"the interval {row!r} is not of the form (name, begin, end, nbytes)",
@@ -54,6 +57,7 @@ def problem_from_intervals(intervals: Iterable[tuple[str, int, int, int]]) -> Pr
                 fix="drop the buffer or correct its interval",
                 buffer=row[0],
             )
+    rows = [(name, *map(int, numbers)) for name, *numbers in rows]
     times = sorted({t for _, begin, end, _ in rows for t in (begin, end)})
     place = {t: i for i, t in enumerate(times)}
     names = [f"t{t}" for t in times]
@@ -64,7 +68,7 @@ def problem_from_intervals(intervals: Iterable[tuple[str, int, int, int]]) -> Pr
         if last != first:
             accesses.append(Access(last, name))
     return Problem(
-        buffers=tuple(Buffer(name=n, nbytes=size, align=1) for n, _, _, size in rows),
+        buffers=tuple(Buffer(name=n, nbytes=size, align=align) for n, _, _, size in rows),
         operations=tuple(
             Operation(name, time=between)
             for name, between in zip(names[:-1], pairwise(times), strict=True)

@@ -13,7 +13,7 @@ import networkx as nx
 import numpy as np
 from attrs import evolve
 
-from symmplan.errors import CapacityError, PlanningError
+from symmplan.errors import CapacityError, OptionError, PlanningError, closest
 from symmplan.model import Bound, Placement, Plan, SegmentSpec
 from symmplan.planner.barriers import barriers_of
 from symmplan.planner.items import conflicts_of, items_of
@@ -53,13 +53,14 @@ def plan(
         capacity: Most bytes that all segments may take together, or None.
 
     Raises:
+        OptionError: There is no such effort, or ``capacity`` is not a number of bytes.
         PlanningError: Constraints contradict each other.
         CapacityError: The buffers do not fit into ``capacity``; ``buffers`` names some that
             cannot fit together.
     """
     check_effort(effort)
     if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int)):
-        raise PlanningError(
+        raise OptionError(
             f"capacity is {capacity!r}",
             expected="bytes as a whole number, or None",
             got=repr(capacity),
@@ -74,13 +75,14 @@ def plan(
 
 
 def check_effort(effort: str) -> None:
-    """Raise `PlanningError` if there is no such effort."""
+    """Raise `OptionError` if there is no such effort."""
     if effort not in ("fast", "optimal"):
-        raise PlanningError(
+        close = closest(effort, ("fast", "optimal"))
+        raise OptionError(
             f"effort is {effort!r}",
             expected='"fast" or "optimal"',
             got=repr(effort),
-            fix='use effort="fast"',
+            fix=f"did you mean {close!r}?" if close else 'use effort="fast"',
         )
 
 

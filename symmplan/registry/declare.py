@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from attrs import evolve
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 def register_symm_mem_args(
     op: OpRef,
-    where: Sequence[str | Requirement],
+    where: str | Requirement | Sequence[str | Requirement],
     *,
     group: str | None = None,
     align: int = DEFAULT_ALIGN,
@@ -60,10 +60,10 @@ def register_symm_mem_args(
     Args:
         op: ``"mylib::foo"``, ``"mylib::foo.overload"``, an ``OpOverload``, an
             ``OpOverloadPacket`` or what ``torch.library.custom_op`` returned.
-        where: Names of arguments (also out-arguments, optional tensors, and lists of tensors: each
-            element must then be symmetric), ``"return"`` for the result or all results,
-            ``"return.0"``, ... for one of several. Pass a `Requirement` instead of a name to set
-            its ``align`` and ``signal_pad``.
+        where: One name or several: of arguments (also out-arguments, optional tensors, and lists of
+            tensors: each element must then be symmetric), ``"return"`` for the result or all
+            results, ``"return.0"``, ... for one of several. Pass a `Requirement` instead of a name
+            to set its ``align`` and ``signal_pad``.
         group: Name of the schema argument that has the process group: its name (``str``), a
             ``ProcessGroup``, or an object that holds one. None: ``group_name``, or the only
             argument with such a name. An op without such an argument runs over the default group:
@@ -89,8 +89,7 @@ def register_symm_mem_args(
             group argument is missing or one of several, ``align`` is no power of two, ``out`` does
             not fit, or the op is already declared differently. Nothing is registered then.
     """
-    if isinstance(where, str):
-        where = [where]
+    where = [where] if isinstance(where, str | Requirement) else where
     specs = []
     failures: dict[str, DeclarationError] = {}
     for overload in resolve(op):
@@ -117,7 +116,7 @@ def register_symm_mem_args(
 
 
 def symm_args(
-    *where: str | Requirement,
+    *where: str | Requirement | Sequence[str | Requirement],
     group: str | None = None,
     align: int = DEFAULT_ALIGN,
     signal_pad: bool = False,
@@ -140,7 +139,7 @@ def symm_args(
     Collective: no, but every rank must declare the same.
 
     Args:
-        where: Names of arguments and results. They and all others are explained at
+        where: Names of arguments and results, also in a list. They and all others are explained at
             `register_symm_mem_args`.
         group: Name of the argument that carries the process group.
         align: Alignment in bytes of the placements, a power of two.
@@ -158,7 +157,10 @@ def symm_args(
         DeclarationError: Something else than names is given; and, when the op is given, as for
             `register_symm_mem_args`.
     """
-    bare = [w for w in where if not isinstance(w, str | Requirement)]
+    names: list[Any] = []
+    for given in where:
+        names += given if isinstance(given, list | tuple) else [given]
+    bare = [name for name in names if not isinstance(name, str | Requirement)]
     if bare:
         raise DeclarationError(
             f"symm_args was given {getattr(bare[0], '__qualname__', repr(bare[0]))} instead of "
@@ -174,7 +176,7 @@ def symm_args(
     def declare(op: T) -> T:
         register_symm_mem_args(
             op,
-            where,
+            names,
             group=group,
             align=align,
             signal_pad=signal_pad,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attrs import frozen
 
-from symmplan.errors import CaptureError, DeclarationError, UnknownOpError
+from symmplan.errors import CaptureError, DeclarationError, UnknownOpError, closest
 from symmplan.torch_private import torch_registry
 
 if TYPE_CHECKING:
@@ -217,10 +216,10 @@ def _unknown_op(name: str, namespace: str, base: str) -> UnknownOpError:
     existing = sorted({s.name for s in torch_registry.all_schemas()})
     same = [n for n in existing if n.startswith(f"{namespace}::")]
     if same:  # compare without the namespace: being equal, it would make everything look close
-        close = _closest(base, [n.partition("::")[2] for n in same])
+        close = closest(base, [n.partition("::")[2] for n in same])
         guess = f"{namespace}::{close}" if close else None
     else:
-        guess = _closest(f"{namespace}::{base}", existing)
+        guess = closest(f"{namespace}::{base}", existing)
     return UnknownOpError(
         f"no op named {namespace}::{base} is defined",
         expected=f"one of the {len(same)} ops of namespace {namespace!r}"
@@ -236,12 +235,8 @@ def _unknown_op(name: str, namespace: str, base: str) -> UnknownOpError:
 
 def suggestion(given: str, existing: Iterable[str]) -> str | None:
     """``"did you mean ...?"`` when something close exists."""
-    close = _closest(given, existing)
+    close = closest(given, existing)
     return f"did you mean {close!r}?" if close else None
-
-
-def _closest(given: str, existing: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(given, list(existing), n=1, cutoff=0.7)), None)
 
 
 def bind_arguments(

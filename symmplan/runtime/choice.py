@@ -21,13 +21,15 @@ from symmplan.memory.torch_symm import SPLIT_WORDS
 from symmplan.model import AlgorithmName
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
 _Word: TypeAlias = Literal["auto", "measure", "placed", AlgorithmName]
 CHOOSE: tuple[str, ...] = get_args(_Word)
-#: How algorithms are chosen. The name of an algorithm is meant for all collectives that have it;
-#: what ends with ``.json`` is the path of a table, see `symmplan.runtime.tuning_table`.
-Choose: TypeAlias = _Word | str
+#: How algorithms are chosen. The name of an algorithm is meant for all collectives that have it; a
+#: path is that of a table, see `symmplan.runtime.tuning_table`, and may also be a text that ends
+#: with ``.json``.
+Choose: TypeAlias = "_Word | os.PathLike[str]"
 
 #: Why a collective is ordinary that would be faster in symmetric memory, where there is a budget.
 DEMOTED = "it was demoted by the budget of symmetric bytes"

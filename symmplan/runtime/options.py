@@ -13,7 +13,7 @@ from attrs import field, frozen
 
 from symmplan.coordination.world import current, on_device
 from symmplan.device import accelerator, device_of, kind_of
-from symmplan.errors import CaptureError, OptionError
+from symmplan.errors import CaptureError, OptionError, closest
 from symmplan.memory import BACKENDS, DEFAULT_TIMEOUT
 from symmplan.memory.backends import check_device
 from symmplan.planner.budget import bytes_of
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from symmplan.memory.backends import MemoryName
+    from symmplan.model import AlgorithmName
     from symmplan.runtime.algorithms import Collectives
     from symmplan.runtime.choice import Choose
     from symmplan.runtime.tuning_table import Table
@@ -65,13 +67,13 @@ class Options:
         collectives: Whose collectives run; see `symmplan.runtime.algorithms.Lowerings`.
 
     Raises:
-        OptionError: A backend, an algorithm or a debug mode, or collectives that do not
-            exist, a timeout that is not a number of seconds, or a table that cannot be read.
+        OptionError: A backend, an algorithm, an effort, a debug mode or collectives that do not
+            exist, a capacity that is not a number of bytes, a timeout that is not a number of
+            seconds, or a table that cannot be read.
         BackendError: A backend that serves no device of this process.
-        PlanningError: An effort that does not exist, or a capacity that is not a number of bytes.
     """
 
-    memory: str = "auto"
+    memory: MemoryName = "auto"
     choose: Choose = "auto"
     capacity: int | None = field(default=None, converter=bytes_of)
     effort: Literal["fast", "optimal"] = "fast"
@@ -122,14 +124,15 @@ class Options:
             return None
         return read_table(world.choices)
 
-    def chosen(self, device: torch.device) -> Choose:
+    def chosen(self, device: torch.device) -> AlgorithmName | Literal["measure", "table"]:
         """``"measure"``, the algorithm of all collectives that have it, or ``"table"``."""
-        choose: Choose = self.choose
+        choose: Any = self.choose
         if choose == "auto":
             choose = "measure" if on_device(device) else "symmetric"
         if is_table(choose) or (choose == "measure" and current() is not None):
             return "table"
-        return "symmetric" if choose == "placed" else choose
+        found: AlgorithmName | Literal["measure"] = "symmetric" if choose == "placed" else choose
+        return found
 
     def agreed(self, device: torch.device) -> dict[str, tuple[Any, Any]]:
         """``{option: (what must be equal on all ranks, how it was given)}``, as plain data.
@@ -219,11 +222,12 @@ def known(what: str, given: object, names: Sequence[object]) -> None:
         OptionError: It is none of them; 1 is not True.
     """
     if not any(isinstance(given, type(name)) and given == name for name in names):
+        close = closest(given, names)
         raise OptionError(
             f"unknown {what} {given!r}",
             expected=", ".join(map(repr, names)),
             got=repr(given),
-            fix=f"use {names[0]!r}",
+            fix=f"did you mean {close!r}?" if close else f"use {names[0]!r}",
         )
 
 

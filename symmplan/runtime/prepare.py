@@ -145,7 +145,8 @@ class Preparation:
         ):
             _compare_all(exchange, given, new, device)
             levels = agree_on_levels(exchange, asked, members, device)
-            memory, refusal, failed = options.memory, self.refusal, None
+            memory: str = options.memory
+            refusal, failed = self.refusal, None
             try:
                 memory = resolve_backend(memory, device, members, levels=levels).name
             except (RuntimeError, OSError) as error:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -103,8 +104,10 @@ class Table:
 
 
 def is_table(choose: object) -> bool:
-    """Whether ``choose=`` is the path of a table: it ends with ``.json``."""
-    return isinstance(choose, (str, Path)) and str(choose).endswith(".json")
+    """Whether ``choose=`` is the path of a table: a path, or a text that ends with ``.json``."""
+    if isinstance(choose, str):
+        return choose.endswith(".json")
+    return isinstance(choose, os.PathLike)
 
 
 def read_table(path: str) -> Table:

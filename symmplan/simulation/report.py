@@ -174,7 +174,7 @@ class SimulationReport:
             that size to confirm it.
 
         Raises:
-            PlanningError: ``capacity`` is not a number of bytes.
+            OptionError: ``capacity`` is not a number of bytes.
         """
         there = bytes_of(capacity)
         found: list[Answer] = []

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from symmplan.coordination.own import in_own_work
 from symmplan.coordination.world import SimulatedCall, World, current, enter, leave
 from symmplan.device import kind_of
-from symmplan.errors import BackendError, OptionError, SimulationError
+from symmplan.errors import OptionError, SimulationError, closest
 from symmplan.memory import BACKENDS
 from symmplan.memory.topology import simulated
 from symmplan.model import PUSHES
@@ -50,11 +50,11 @@ def simulate(
     *,
     ranks: int,
     rank: int = 0,
-    memory: str = "auto",
+    memory: Literal["auto", "nccl", "cuda", "nvshmem", "shm"] = "auto",
     ranks_per_host: int | None = None,
     ranks_per_domain: int | None = None,
     choices: str | os.PathLike[str] | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] | None = None,
 ) -> SimulationReport:
     """Plan what a program needs as one rank of a simulated world.
 
@@ -81,18 +81,17 @@ def simulate(
             collective, rules choose. In shared memory every collective is symmetric. On devices
             gathers of at least 1 MiB run on copy engines if there are any, FSDP2's reductions of
             at least 1 MiB are pushes, and all other collectives are ordinary.
-        progress: A function that is sometimes called with a line of text.
+        progress: A function that is sometimes called with a line of text; None for none.
 
     Returns:
         A report of bytes, plans and collectives.
 
     Raises:
         SimulationError: The program reads values of tensors, or uses a device that does not exist;
-            ``rank`` is out of range; the program needs arguments; a mesh does not have all ranks;
-            or the process has process groups.
-        OptionError: A number of ranks is not an integer, a domain is not a whole number of hosts,
-            or there is no such table.
-        BackendError: There is no such memory backend.
+            the program needs arguments; a mesh does not have all ranks; or the process has process
+            groups.
+        OptionError: A number of ranks is not an integer, ``rank`` is out of range, a domain is not
+            a whole number of hosts, or there are no such table or memory backend.
         MissingSeamError: This torch lacks a name that simulations need.
 
     Collective: no.
@@ -114,6 +113,7 @@ def simulate(
     """
     _check(program, ranks, rank, memory, progress)
     _check_hosts(ranks_per_host, ranks_per_domain)
+    tell = _unheard if progress is None else progress
     path = None if choices is None else str(choices)
     if path is not None:
         read_table(path)
@@ -149,7 +149,7 @@ def simulate(
             share = storages.with_gradients()
             forward = told if share == 0 else forward
             calls, left = len(world.calls), _left(share, told - forward)
-            progress(f"{ops:,} ops, {rate:,.0f} a second; {calls:,} planned collectives{left}")
+            tell(f"{ops:,} ops, {rate:,.0f} a second; {calls:,} planned collectives{left}")
         storages.results(results)
         if op.namespace in _COLLECTIVES and not world.quiet:
             call = _call(op, args, results)
@@ -173,9 +173,9 @@ def simulate(
             storages.watched(),
             fake_world.WatchMode(seen, mode),
         ):
-            progress(f"rank {rank:,} of {ranks:,}: running the program")
+            tell(f"rank {rank:,} of {ranks:,}: running the program")
             kept = program()  # until all is counted
-            progress(f"{ops:,} ops: planning")
+            tell(f"{ops:,} ops: planning")
             plans = [p for planner in world.planners for p in planner.plans() if p is not None]
             report = _report(world, others, plans, storages)
             del kept
@@ -193,6 +193,10 @@ def simulate(
         world.buffers.clear()
         leave()
         gc.collect()
+
+
+def _unheard(_: str) -> None:
+    """Nobody wants to be told."""
 
 
 def _left(share: float, passed: float) -> str:
@@ -306,11 +310,12 @@ def _check(program: object, ranks: int, rank: int, memory: str, progress: object
             got=repr(program),
             fix="pass the function that trains; for a file run symmplan simulate FILE:FUNCTION",
         )
-    function("progress", progress, "pass print, or leave it out")
+    if progress is not None:
+        function("progress", progress, "pass print, or leave it out")
     whole("ranks", ranks)
     whole("rank", rank, least=0)
     if rank >= ranks:
-        raise SimulationError(
+        raise OptionError(
             f"rank {rank} is not in a world of {ranks} ranks",
             expected=f"0 to {ranks - 1}",
             got=rank,
@@ -318,11 +323,12 @@ def _check(program: object, ranks: int, rank: int, memory: str, progress: object
             ranks=ranks,
         )
     if memory not in _MEMORIES:
-        raise BackendError(
+        close = closest(memory, _MEMORIES)
+        raise OptionError(
             f"memory {memory!r} cannot be simulated",
             expected=", ".join(map(repr, _MEMORIES)),
             got=repr(memory),
-            fix='pass memory="auto"',
+            fix=f"did you mean {close!r}?" if close else 'pass memory="auto"',
             memory=memory,
         )
     if current() is not None or dist.is_initialized():

@@ -43,7 +43,7 @@ class SymmplanCallback(TrainerCallback):
 
     Raises:
         TypeError: There is no such option.
-        OptionError, BackendError, PlanningError: As `symmplan.fsdp.apply`, immediately.
+        OptionError, BackendError: As `symmplan.fsdp.apply`, immediately.
 
     Collective: no. `on_train_begin` and `on_train_end` are called on all ranks.
     """

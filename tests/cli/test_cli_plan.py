@@ -11,7 +11,7 @@ from strategies import hard_rows
 
 from symmplan import Plan, Problem
 from symmplan.cli import main
-from symmplan.errors import PlanningError
+from symmplan.errors import OptionError
 from symmplan.planner.budget import bytes_of
 
 
@@ -82,10 +82,10 @@ def test_a_file_of_the_other_command_is_sent_there(csv, tmp_path, capsys):
 def test_sizes(text, nbytes):
     assert bytes_of(text) == nbytes
     for bits in ("3Gb", "3 Mib", "10Kb"):
-        with pytest.raises(PlanningError, match="fix: write B for bytes: b means bits"):
+        with pytest.raises(OptionError, match="fix: write B for bytes: b means bits"):
             bytes_of(bits)
     for bad in (f"{text}x", f"-{text}", f"{text}{text}i"):
-        with pytest.raises(PlanningError, match="fix: pass a number of bytes, or such a text"):
+        with pytest.raises(OptionError, match="fix: pass a number of bytes, or such a text"):
             bytes_of(bad)
 
 

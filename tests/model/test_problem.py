@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import interval_lists, problems
 
-from symmplan.errors import CapacityError, PlanFormatError, PlanningError, ProblemError
+from symmplan.errors import CapacityError, OptionError, PlanFormatError, PlanningError, ProblemError
 from symmplan.model import Access, Buffer, Operation, Plan, Problem, Unplanned
 from symmplan.planner import plan
 
@@ -93,9 +94,9 @@ def test_contradictions_are_explained(buffers, pairs, message):
 
 def test_plan_checks_its_arguments():
     problem = Problem([A], [OP], [USE])
-    with pytest.raises(PlanningError, match="effort"):
+    with pytest.raises(OptionError, match="effort"):
         plan(problem, effort="heroic")
-    with pytest.raises(PlanningError, match="capacity"):
+    with pytest.raises(OptionError, match="capacity"):
         plan(problem, capacity="4")
     assert plan(problem, capacity=4).peak_bytes == 4
 
@@ -131,6 +132,22 @@ def test_capacity_is_met_or_a_set_that_cannot_fit_is_named(rows, capacity):
 def test_intervals_are_half_open():
     assert plan(Problem.from_intervals([("a", 0, 1, 4), ("b", 1, 2, 4)])).peak_bytes == 4
     assert plan(Problem.from_intervals([("a", -5, 1, 4), ("b", 0, 2, 4)])).peak_bytes == 8
+
+
+def test_intervals_have_numbers_of_numpy_and_an_alignment():
+    rows = [("a", 0, 2, 4), ("b", 1, 3, 5), ("c", 2, 4, 300)]
+    table = np.array([row[1:] for row in rows], dtype=np.int32)
+    problem = Problem.from_intervals((n, *r) for (n, *_), r in zip(rows, table, strict=True))
+    assert problem == Problem.from_intervals(rows)
+    assert type(problem.buffers[0].nbytes) is int
+    assert {b.align for b in problem.buffers} == {1}
+    aligned = Problem.from_intervals(rows, align=256)
+    assert {b.align for b in aligned.buffers} == {256}
+    assert all(p.offset % 256 == 0 for p in plan(aligned).placements.values())
+    with pytest.raises(ProblemError, match="asks for an alignment of 3 bytes"):
+        Problem.from_intervals(rows, align=3)
+    with pytest.raises(ProblemError, match="not of the form"):
+        Problem.from_intervals([("a", np.float64(0), 1, 4)])
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,20 @@ def test_a_requirement_carries_its_own_alignment_and_pad():
     assert spec.requirements == (Requirement("input"), Requirement("other", 4096, True))
 
 
+def test_one_name_and_a_list_of_names_are_accepted_alike():
+    op, specs = f"{NS}::plain", []
+    for where in ("other", ["other"], ("other",), Requirement("other")):
+        symmplan.register_symm_mem_args(op, where, group="where")
+        specs.append(symmplan.requirements(op))
+        symmplan.unregister(op)
+        symmplan.symm_args(where, group="where")(op)
+        specs.append(symmplan.requirements(op))
+        symmplan.unregister(op)
+    assert specs == [OpSpec(op=f"{op}.default", requirements=(where,), group="where")] * 8
+    symmplan.symm_args(["input"], "return", group="where")(op)
+    assert [r.where for r in symmplan.requirements(op).requirements] == ["input", "return"]
+
+
 def test_lists_optionals_and_several_results():
     spec = declare(f"{NS}::many", "return", "zs", "xs", "y", group="g")
     assert [r.where for r in spec.requirements] == ["xs", "y", "zs", "return.0", "return.2"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ranks import RankPool
 
 import symmplan
-from symmplan.errors import PlanFormatError, PlanningError
+from symmplan.errors import OptionError, PlanFormatError
 from symmplan.model import Access, Buffer, Operation, Plan, Problem
 from symmplan.planner import plan as plan_problem
 from symmplan.planner.budget import Demotable, bytes_of, within
@@ -47,9 +47,9 @@ def test_sizes(text, nbytes):
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1 GiBs", "1iB", "4 x", "1e3", True, 1.5, -1])
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(PlanningError, match="capacity is"):
+    with pytest.raises(OptionError, match="capacity is"):
         bytes_of(text)
-    with pytest.raises(PlanningError, match="capacity is"):
+    with pytest.raises(OptionError, match="capacity is"):
         symmplan.backend(capacity=text)
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.integrate.compile.parts import Record
+    from symmplan.memory.backends import MemoryName
     from symmplan.model import Plan
     from symmplan.runtime.algorithms import Collectives
     from symmplan.runtime.choice import Choice, Choose
@@ -239,7 +240,7 @@ class CompileBackend(OfOneProcess):
 
 def backend(
     inner: Literal["inductor", "eager"] = "inductor",
-    memory: str = "auto",
+    memory: MemoryName = "auto",
     effort: Literal["fast", "optimal"] = "fast",
     timeout: float = DEFAULT_TIMEOUT,
     *,
@@ -308,8 +309,7 @@ def backend(
         A backend for ``torch.compile(model, backend=...)``, with ``.plans`` and ``.stats``.
 
     Raises:
-        OptionError: A name is unknown, or ``timeout`` is not a number of seconds.
-        PlanningError: There is no such effort, or ``capacity`` is not a number of bytes.
+        OptionError: An option has a wrong value; the message names it.
         BackendError: ``memory`` serves no device of this process. When a graph is compiled:
             ``memory`` serves no rank.
 

@@ -14,13 +14,14 @@ from symmplan.torch_private.table import require
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from symmplan.memory.backends import MemoryName
     from symmplan.runtime.algorithms import Collectives
     from symmplan.runtime.choice import Choose
 
 
 def eager(
     group: Any = None,
-    memory: str = "auto",
+    memory: MemoryName = "auto",
     *,
     choose: Choose = "auto",
     capacity: int | str | None = None,
@@ -64,8 +65,7 @@ def eager(
 
     Raises:
         RaceError: With ``debug=True``, from any op inside the session.
-        OptionError: ``memory``, ``device``, ``collectives`` or ``timeout`` has a wrong value.
-        PlanningError: There is no such effort, or ``capacity`` is not a number of bytes.
+        OptionError: An option has a wrong value; the message names it.
         BackendError: ``memory`` serves no tensors on the device. The first declared call, or
             `Session.step`, raises it if the backend that was asked for by name serves no rank.
         AgreementError: Ranks were given different options. The first declared call, or

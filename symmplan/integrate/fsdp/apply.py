@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from symmplan.capture.fsdp_recording import Key
+    from symmplan.memory.backends import MemoryName
     from symmplan.model import Plan
     from symmplan.runtime.choice import Choice, Choose
 
@@ -206,7 +207,7 @@ class Handle(OfOneProcess):
 
 def apply(
     model: nn.Module,
-    memory: str = "auto",
+    memory: MemoryName = "auto",
     *,
     choose: Choose = "auto",
     capacity: int | str | None = None,
@@ -258,11 +259,9 @@ def apply(
 
     Raises:
         CaptureError: The model has no FSDP2 module, or has custom collectives already.
-        OptionError: ``memory``, ``choose``, ``timeout`` or ``unsharded_modules`` has a wrong value;
-            its message names it.
+        OptionError: An option has a wrong value; the message names it.
         BackendError: ``memory`` serves no tensors on the model's devices.
         MissingSeamError: This torch lacks a name that planned steps need.
-        PlanningError: There is no such effort, or ``capacity`` is not a number of bytes.
 
     Collective: no. The end of the recorded step is.
 

@@ -11,6 +11,7 @@ from symmplan.torch_private.table import require
 if TYPE_CHECKING:
     import torch
 
+    from symmplan.memory.backends import MemoryName
     from symmplan.runtime.choice import Choose
 
 __all__ = ["expert_parallel"]
@@ -18,7 +19,7 @@ __all__ = ["expert_parallel"]
 
 def expert_parallel(
     group: Any = None,
-    memory: str = "auto",
+    memory: MemoryName = "auto",
     *,
     max_tokens: int,
     choose: Choose = "auto",
@@ -41,8 +42,8 @@ def expert_parallel(
             into the peers' memory; so do all other algorithms, and ``"symmetric"`` without Triton.
             ``"measure"``: by the fastest in the worst case, on all ranks, or by kernels if the host
             does not know the routes. ``"auto"``: measured on devices and over several hosts, else
-            ``"symmetric"``. ``"choices.json"``: by a tuning table that ``symmplan bench comm -o``
-            wrote.
+            ``"symmetric"``. ``Path("choices.json")``: by a tuning table, which ``symmplan bench comm
+            -o`` writes.
         device: Where rows lie; the current CUDA device if the group has NCCL, else the CPU.
         timeout: Seconds that ranks wait for each other before they raise.
 

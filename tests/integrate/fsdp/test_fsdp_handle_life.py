@@ -14,7 +14,7 @@ from ranks import pool_of
 from torch import nn
 
 import symmplan
-from symmplan.errors import BackendError, CaptureError, PlanningError, ReleasedError, RunError
+from symmplan.errors import BackendError, CaptureError, OptionError, ReleasedError, RunError
 
 pytestmark = pytest.mark.ranks
 
@@ -28,7 +28,7 @@ def lifecycle(rank, world):
         ("no fsdp", CaptureError, lambda: symmplan.fsdp.apply(nn.Linear(2, 2))),
         ("memory", BackendError, lambda: symmplan.fsdp.apply(shard(Net()), memory="tape")),
         ("choose", BackendError, lambda: symmplan.fsdp.apply(shard(Net()), choose="dice")),
-        ("effort", PlanningError, lambda: symmplan.fsdp.apply(shard(Net()), effort="none")),
+        ("effort", OptionError, lambda: symmplan.fsdp.apply(shard(Net()), effort="none")),
     ):
         with pytest.raises(error) as raised:
             act()
