@@ -91,7 +91,7 @@ def simulate(
             the program needs arguments; a mesh does not have all ranks; or the process has process
             groups.
         OptionError: A number of ranks is not an integer, ``rank`` is out of range, a domain is not
-            a whole number of hosts, or there are no such table or memory backend.
+            a whole number of hosts, or there is no such table or memory backend.
         MissingSeamError: This torch lacks a name that simulations need.
 
     Collective: no.

@@ -42,8 +42,8 @@ def expert_parallel(
             into the peers' memory; so do all other algorithms, and ``"symmetric"`` without Triton.
             ``"measure"``: by the fastest in the worst case, on all ranks, or by kernels if the host
             does not know the routes. ``"auto"``: measured on devices and over several hosts, else
-            ``"symmetric"``. ``Path("choices.json")``: by a tuning table, which ``symmplan bench comm
-            -o`` writes.
+            ``"symmetric"``. ``Path("choices.json")``: by a tuning table, as ``symmplan bench comm``
+            writes it.
         device: Where rows lie; the current CUDA device if the group has NCCL, else the CPU.
         timeout: Seconds that ranks wait for each other before they raise.
 
