@@ -64,7 +64,7 @@ def run_apart(
     placed = scratch.serves(spec)
     if placed:
         bound = bind_arguments(func, args, kwargs)
-        heads = {r.head for r in spec.requirements}
+        heads = dict.fromkeys(r.head for r in spec.requirements)  # in one order on all ranks
         given = {id(x): x for h in heads for x in tree_leaves(bound.get(h)) if is_tensor(x)}
         group = resolve_group_name(spec, func, args, kwargs, default_group)
         copies = scratch.copies(group, spec, list(given.values()))

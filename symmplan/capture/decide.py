@@ -275,6 +275,9 @@ class Decider:
             self._widen(name, site.requirement)
             self._place(site, "bind", name)
             return
+        if self._is_written_twice(site, root):
+            self._leave_out(site, f"{reason}, and the op writes it by two of its arguments")
+            return
         if site.writes and self._is_made_here(root):
             self.copied.add(root)
         name = f"{site.node.name}.{site.where}"
@@ -366,6 +369,16 @@ class Decider:
         if self._untraceable(root):
             return "it comes from outside the graph, and its aliases cannot be followed"
         return None
+
+    def _is_written_twice(self, site: Site, root: Value) -> bool:
+        """Whether an op writes a storage by several arguments: a copy of one misses the others."""
+        overload = overload_of(site.node.target)
+        assert overload is not None
+        given = bind_arguments(overload, site.node.args, site.node.kwargs)
+        written = [given[name] for name in written_arguments(overload)]
+        sources = [source for _, source in argument_nodes(written)]
+        values = [value for source in sources for value in self.values.of_node(source)]
+        return sum(self.values.find(value) == root for value in values) > 1
 
     def _is_viewed_later(self, site: Site, root: Value) -> bool:
         """Whether somebody looks at a written storage through another view after the op."""

@@ -51,6 +51,8 @@ def _load():
     define(f"pair({one}) -> (Tensor, Tensor)", lambda x, _: (x + 1, x[:2] + 1), ["return.1"])
     define("bump_(Tensor(a!) x, str group_name) -> Tensor(a!)", lambda x, _: x, ["x"])
     define("bump_by(Tensor(a!) x, Tensor y, str group_name) -> ()", lambda *_: None, ["x"])
+    both = "Tensor(a!) x, Tensor(b!)[]? more, str group_name"
+    define(f"bump_all({both}) -> ()", lambda *_: None, ["x"])
     # All elements of a storage of 128, and yet only its second half.
     define(
         "repeated(Tensor x) -> Tensor", lambda x: x.new_empty(128).as_strided((2, 64), (0, 1), 64)
@@ -122,6 +124,20 @@ def test_views_that_are_used_before_or_by_the_op_itself_do_not_matter(groups):
         ((state, reason),) = decided(captured(program)).values()
         assert (program.__name__, state) == (program.__name__, "stage")
         assert "cannot write" in reason
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x[:2], lambda x: x.t()])
+def test_what_an_op_writes_by_two_arguments_is_not_copied(groups, view):
+    def program(x):
+        made = torch.cumsum(x, 0)
+        T.bump_all(made, [torch.ones(2), view(made)], groups[0])
+        T.bump_all(made * 1, None, groups[0])
+        return made + 1
+
+    found = decided(captured(program))
+    assert found["bump_all.x"][0] is None
+    assert "by two of its arguments" in found["bump_all.x"][1]
+    assert found["bump_all_1.x"][0] is not None
 
 
 def test_from_a_written_copy_on_the_copy_counts(groups):

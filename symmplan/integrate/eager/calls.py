@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, evolve, field
 
-from symmplan.capture.graphs import at_path
+from symmplan.capture.apart import storage_key
+from symmplan.capture.graphs import argument_nodes, at_path, written_arguments
 from symmplan.capture.signatures import CallValue
 from symmplan.device import device_of
 from symmplan.errors import RunError
+from symmplan.integrate.eager.faults import REDO
 from symmplan.memory.library import IMPLEMENTATIONS
 from symmplan.registry import bind_arguments
 from symmplan.runtime.lower import launch
@@ -201,6 +203,7 @@ def settle(event: Event, faults: Faults) -> Callable[[Any, Any, Any], Any]:
             where = place.data_ptr(), place.stride()
             machine.do(functools.partial(_check_place, event, site, *where), given)
             machine.bound[given] = place
+        _check_shared(event, machine)
         results, staged = launch(placed, machine, bound)
         if event.form is None:
             result = _results(placed, machine, results, staged)
@@ -211,6 +214,36 @@ def settle(event: Event, faults: Faults) -> Callable[[Any, Any, Any], Any]:
     for lease in (*event.leased.values(), *event.leaving.values()):
         lease.own()
     return run
+
+
+def _check_shared(event: Event, machine: EagerMachine) -> None:
+    """An op that writes has the same memory in the same arguments as in the recording."""
+    call = event.call
+    if event.form is not None or call.form is None or not written_arguments(call.op):
+        return
+    nodes = list(argument_nodes((call.node.args, list(call.node.kwargs.values()))))
+    recorded = _first_with_memory([node.meta["val"] for _, node in nodes])
+
+    def check(*tensors: torch.Tensor) -> None:
+        found = _first_with_memory(tensors)
+        if found != recorded:
+            raise RunError(
+                f"{event.name}: its tensors do not share memory as in the recorded iteration",
+                expected=f"for each tensor the first one with its memory: {recorded}",
+                got=found,
+                fix=REDO,
+                op=event.name,
+            )
+
+    if len(recorded) > 1:
+        given = call.form.args, list(call.form.kwargs.values())
+        machine.do(check, *(at_path(given, path) for path, _ in nodes))
+
+
+def _first_with_memory(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """For each tensor the number of the first one on its storage."""
+    keys = [storage_key(tensor) for tensor in tensors]
+    return [keys.index(key) for key in keys]
 
 
 def _check_place(
@@ -304,7 +337,16 @@ def _results(
             results[path] = machine.do(torch.Tensor.detach, value)  # else it would be the session's
         elif back:
             results[path] = machine.do(_staged_or_own, value, *back)
-    return results[()] if () in results else list(results.values())
+    return _returned(call.node.meta["val"], (), results, machine)
+
+
+def _returned(recorded: Any, path: Path, results: dict[Path, Any], machine: EagerMachine) -> Any:
+    """What an op returns, also nested: its tensors, and values of other types."""
+    if path in results:
+        return results[path]
+    if isinstance(recorded, (list, tuple)):
+        return [_returned(x, (*path, i), results, machine) for i, x in enumerate(recorded)]
+    return recorded if machine.raw is None else machine.item(machine.raw, path)
 
 
 def _staged_or_own(result: Any, *back: tuple[torch.Tensor, torch.Tensor]) -> Any:

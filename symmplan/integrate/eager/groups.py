@@ -54,8 +54,8 @@ class OwnGroups:
             if not isinstance(group, str):
                 try:
                     group = resolve_group_name(spec, op, args, kwargs, self.group)
-                except CaptureError:  # the op says what is wrong
-                    return False
+                except CaptureError:  # the op says so, where it minds
+                    return True
             known = self._known.get(group)
             return not (self._have(group) if known is None else known)
 
@@ -64,7 +64,7 @@ class OwnGroups:
     def _have(self, group: str) -> bool:
         try:
             known = sorted(c10d.group_ranks(group)) == sorted(self.ranks)
-        except LookupError:  # the op says so
-            known = True
+        except LookupError:  # the op says so, where it minds
+            known = False
         self._known[group] = known
         return known

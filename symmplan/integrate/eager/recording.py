@@ -167,6 +167,8 @@ class IterationRecording:
     def _lookup(self, op: Any) -> OpSpec | None:
         """What is declared of an op. Collective: of the first that is, over the group."""
         spec = spec_for(op)
+        if spec is not None and spec.wrong and not spec.requirements:
+            return None  # nothing that torch's registry holds of it fits the op
         return None if spec is None else self._agreed().as_run(spec, self._settings.group.name)
 
     @own_work

@@ -130,3 +130,27 @@ def _leak(rank, world_size):
 def test_scratch_ends_with_the_recording(pool):
     first, second = pool.run(_leak)
     assert first == second == [1, 1, 0, 1]
+
+
+def _shared_later(rank, world_size):
+    """What is written is another argument, too, but only in the third iteration."""
+    import torch.distributed as dist
+
+    import symmplan
+    from symmplan.errors import RunError
+
+    name = dist.group.WORLD.group_name
+    x, y = torch.full((8,), float(rank)), torch.ones(8)
+    try:
+        with symmplan.eager(timeout=20.0) as session:
+            for turn in range(3):
+                torch.ops.symmplan_strict.bump_(x, x if turn == 2 else y, name)
+                session.step()
+    except RunError as error:
+        return turn, float(x[0]), error.op, "share memory as in" in error.what
+    return None
+
+
+def test_arguments_that_share_memory_later_end_the_session_before_anything_is_written(pool):
+    found = pool.run(_shared_later)
+    assert found == [(2, rank + 2.0, "symmplan_strict::bump_", True) for rank in range(2)]
