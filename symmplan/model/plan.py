@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
+    import networkx as nx
+
     from symmplan.model.problem import Problem, Unplanned
 
 __all__ = [
@@ -239,6 +241,29 @@ class Plan:
         from symmplan.planner.fingerprint import fingerprint
 
         return fingerprint(self)
+
+    def conflict_graph(self) -> nx.Graph[str]:
+        """Which buffers may not share bytes, as a graph: an edge joins two that may not.
+
+        Nodes are names of buffers, in the order in which they were listed, each with its `Buffer`
+        as the attribute ``buffer``. Two buffers conflict if neither's accesses all happen before
+        those of the other in `Problem.graph`, or if one is persistent. Buffers that must share
+        their offset count as one, and do not conflict with each other. The graph is the caller's
+        to change. It is computed from the problem alone, whichever segments the buffers lie in; for
+        some thousand buffers it takes seconds.
+
+        >>> import networkx as nx
+        >>> from symmplan import Problem, plan
+        >>> rows = [("a", 0, 2, 8), ("b", 1, 3, 8), ("c", 2, 4, 8)]
+        >>> graph = plan(Problem.from_intervals(rows)).conflict_graph()
+        >>> sorted(graph.edges)
+        [('a', 'b'), ('b', 'c')]
+        >>> nx.greedy_color(graph)["a"] == nx.greedy_color(graph)["c"]
+        True
+        """
+        from symmplan.planner.graphs import conflict_graph_of
+
+        return conflict_graph_of(self.problem)
 
     def verify(self) -> None:
         """Check the plan with code that did not make it.

@@ -254,9 +254,9 @@ class Problem:
         calls of ranks order between ranks is not in it; see [Note: peers count]. The graph is the
         caller's to change.
         """
-        from symmplan.planner.order import graph_of
+        from symmplan.planner.graphs import graph_of
 
-        return graph_of(self)
+        return graph_of(self.operations, self.edges)
 
     def to_json(self) -> str:
         """Canonical JSON: equal problems give equal texts, however they were listed."""

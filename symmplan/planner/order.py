@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["Order", "graph_of", "order_of", "rendezvous_order"]
+__all__ = ["Order", "order_of", "rendezvous_order"]
 
 #: Entries of one clock table (runs x chains); 160 MB as 32-bit integers.
 MAX_CLOCK_ENTRIES = 40_000_000
@@ -91,22 +91,6 @@ class Order:
         if c == self.chain[second]:
             return bool(self.pos[first] < self.pos[second])
         return bool(self.before[self.run[second], c] >= self.pos[first])
-
-
-def graph_of(problem: Problem) -> nx.DiGraph[str]:
-    """See `Problem.graph`."""
-    graph: nx.DiGraph[str] = nx.DiGraph()
-    last: dict[str, str] = {}
-    for operation in problem.operations:
-        graph.add_node(operation.name, operation=operation)
-        before = last.get(operation.stream)
-        if before is not None:
-            graph.add_edge(before, operation.name, kind="stream")
-        last[operation.stream] = operation.name
-    for first, second in problem.edges:
-        if not graph.has_edge(first, second):
-            graph.add_edge(first, second, kind="edge")
-    return graph
 
 
 def order_of(problem: Problem) -> Order:

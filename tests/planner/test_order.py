@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 
 import networkx as nx
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from instances import stream_program
 from steps import lines_of
 from strategies import problems
 
 from symmplan.errors import ProblemError
 from symmplan.model import Access, Buffer, Operation, Problem
+from symmplan.planner import graphs
+from symmplan.planner.graphs import Paths, conflict_graph_of
 from symmplan.planner.items import conflicts_of, count_candidates, items_of
 from symmplan.planner.order import order_of
 from symmplan.planner.packing import bound
 from symmplan.planner.packing.bound import heaviest, heaviest_clique, heaviest_moment
 from symmplan.planner.packing.task import task_of
-from symmplan.planner.verify.clocks import Clocks
 from symmplan.testing import conflicts, happens_before, heaviest_set, linear_extensions
 
 PLAIN = {"remote": False, "pins": False, "groups": ("g",)}
@@ -36,15 +38,16 @@ def test_clocks_agree_with_all_linear_extensions(problem):
     extensions = set(linear_extensions(problem))
     assert before == set.intersection(*(set(combinations(e, 2)) for e in extensions))
     order = order_of(problem)
-    clocks = Clocks(problem.operations, problem.edges)
+    paths = Paths(problem.graph())
     names = [o.name for o in problem.operations]
     for a in names:
         for b in names:
             assert order.precedes(order.index[a], order.index[b]) == ((a, b) in before)
-            pair = np.asarray([clocks.number[a]]), np.asarray([clocks.number[b]])
-            assert bool(clocks.ordered(*pair)[0]) == ((a, b) in before)
+    pairs = list(product(names, repeat=2))
+    found = paths.exist([(paths.number[a], paths.number[b]) for a, b in pairs])
+    assert {pair for pair, there in zip(pairs, found, strict=True) if there} == before
     assert order.names in extensions
-    assert tuple(o.name for o in clocks.operations) in extensions
+    assert tuple(o.name for o in paths.operations) in extensions
 
 
 @settings(max_examples=200, deadline=None)
@@ -59,6 +62,18 @@ def test_the_graph_says_what_the_clocks_say(problem):
         assert nx.descendants(graph, name) == behind
     graph.clear()  # the caller's own
     assert len(problem.graph()) == len(problem.operations)
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems(max_operations=30, max_buffers=1, **PLAIN), st.integers(1, 5))
+def test_paths_are_the_same_however_many_are_looked_for_at_a_time(problem, at_a_time):
+    paths, before = Paths(problem.graph()), happens_before(problem)
+    names = [o.name for o in problem.operations]
+    pairs = list(product(names, repeat=2))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(graphs, "PAIRS", at_a_time)
+        found = paths.exist([(paths.number[a], paths.number[b]) for a, b in pairs])
+    assert {pair for pair, there in zip(pairs, found, strict=True) if there} == before
 
 
 @settings(max_examples=200, deadline=None)
@@ -76,6 +91,10 @@ def test_interference_is_exact(problem):
         for x in items.members[i]
         for y in items.members[j]
     } == clashes
+    graph = conflict_graph_of(problem)
+    assert {frozenset(pair) for pair in graph.edges} == clashes
+    assert list(graph) == [b.name for b in problem.buffers]
+    assert all(graph.nodes[b.name]["buffer"] is b for b in problem.buffers)
     assert (found.matrix() == found.matrix().T).all()
 
 

@@ -6,9 +6,10 @@ import ast
 import contextlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from instances import steady_stream, stream_program
 from steps import lines_of
@@ -18,7 +19,7 @@ from unsynchronised import unsynchronised
 import symmplan.planner.verify as verify_package
 from symmplan.errors import PlanningError, VerificationError
 from symmplan.model import Access, Barrier, Bound, Buffer, Operation, Placement, Problem
-from symmplan.planner import plan
+from symmplan.planner import order, plan
 from symmplan.testing import conflicts
 
 
@@ -241,19 +242,73 @@ def test_every_barrier_is_needed_or_harmless_and_a_missing_one_is_caught(problem
         fewer.verify()
 
 
+@contextlib.contextmanager
+def wrong_clocks(ahead):
+    """The planner takes so many more operations of each chain to have happened before."""
+    build = order._build
+
+    def built(problem):
+        made = build(problem)
+        lengths = np.asarray([len(members) for members in made.members], dtype=np.int32)
+        return evolve(made, before=np.minimum(made.before + np.int32(ahead), lengths))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(order, "_build", built)
+        yield
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(pins=False, remote=False, groups=("g",)), st.integers(1, 3))
+def test_a_planner_whose_clocks_are_wrong_is_caught(problem, ahead):
+    """Its clocks say of some operations that they happened before others, and they did not."""
+    with wrong_clocks(ahead):
+        try:
+            made = plan(evolve(problem))
+        except PlanningError:
+            return
+    broken = any(
+        made.placements[x].segment == made.placements[y].segment
+        and made.placements[x].offset < made.placements[y].end
+        and made.placements[y].offset < made.placements[x].end
+        for x, y in made.conflict_graph().edges
+    )
+    try:
+        made.verify()
+    except VerificationError as error:
+        event(error.kind)
+    else:
+        assert not broken
+
+
+def test_operations_that_only_wrong_clocks_order_overlap():
+    ops = [Operation("o0", "s0"), Operation("o1", "s1")]
+    accesses = [Access("o0", "a"), Access("o1", "b")]
+    with wrong_clocks(1):
+        made = plan(Problem([Buffer("a", 8, align=1), Buffer("b", 8, align=1)], ops, accesses))
+    assert made.peak_bytes == 8
+    assert list(made.conflict_graph().edges) == [("a", "b")]
+    assert kind_of(made) == "overlap"
+
+
+def imports(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
 def test_verify_shares_no_code_with_the_planner():
-    allowed = ("symmplan.errors", "symmplan.model", "symmplan.planner.verify")
-    files = sorted(Path(verify_package.__file__).parent.glob("*.py"))
+    shared = "symmplan.planner.graphs"
+    allowed = ("symmplan.errors", "symmplan.model", "symmplan.planner.verify", shared)
+    here = Path(verify_package.__file__).parent
+    files = sorted(here.glob("*.py"))
     assert len(files) > 5
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [a.name for a in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            for name in names:
-                assert not name.startswith("symmplan") or name.startswith(allowed), (file, name)
+    for file in (*files, here.parent / "graphs.py"):
+        for name in imports(file):
+            assert not name.startswith("symmplan") or name.startswith(allowed), (file, name)
+    for file in sorted({*here.parent.rglob("*.py")} - {*files}):
+        assert shared not in imports(file), file
 
 
 @pytest.mark.further

@@ -1,9 +1,10 @@
 """Check a plan with code that did not make it.
 
 [Note: independence]
-    Nothing in this folder imports the planner's order, items, packing or barriers. Happens-before
-    is computed again from streams and edges, who may share bytes follows from one sweep over the
-    bytes, and bounds are accepted only with their witnesses. Bounds that a complete search proved
+    Nothing in this folder imports the planner's order, items, packing or barriers. The planner
+    has vector clocks; here one operation happens before another if a path leads from it to the
+    other in `Problem.graph`. Who may share bytes follows from one sweep over the bytes, and bounds
+    are accepted only with their witnesses. Bounds that a complete search proved
     have none: where a segment has few buffers all packings are tried, elsewhere the search is
     taken at its word.
 """
@@ -12,11 +13,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from symmplan.planner.graphs import Paths
 from symmplan.planner.verify.barriers import check_barriers
 from symmplan.planner.verify.bounds import check_bounds
-from symmplan.planner.verify.clocks import Clocks, Touches
 from symmplan.planner.verify.sharing import check_pads, check_sharing
 from symmplan.planner.verify.structure import check_structure, users_of
+from symmplan.planner.verify.touches import Touches
 
 if TYPE_CHECKING:
     from symmplan.model import Plan
@@ -37,9 +39,9 @@ def verify(plan: Plan) -> None:
     """
     check_structure(plan)
     users, owner = users_of(plan)
-    clocks = Clocks(plan.problem.operations, plan.problem.edges)
-    touches = Touches(plan.problem.accesses, owner, len(users), clocks)
-    check_pads(plan, owner, clocks)
+    paths = Paths(plan.problem.graph())
+    touches = Touches(plan.problem.accesses, owner, len(users), paths)
+    check_pads(plan, owner, paths)
     reuse = check_sharing(plan, users, touches)
-    check_barriers(plan, users, owner, reuse, clocks)
+    check_barriers(plan, users, owner, reuse, paths)
     check_bounds(plan, users, owner, touches)

@@ -2,9 +2,9 @@
 
 The check takes the program twice in a row, with the plan's barriers as operations. For every two
 accesses that need an order it asks *from whom this rank must have heard*: first from the peers that
-may still be in the earlier access, then from those that may be in the later one already. It follows
-the news through the meetings of one group after the other: for each operation, a table says how far
-each stream had come when the news that this rank has was sent.
+may still be in the earlier access, then from those that may be in the later one already. So a path
+has to lead from the earlier access to the later one through a meeting of the one group, then
+through one of the other.
 """
 
 from __future__ import annotations
@@ -12,17 +12,14 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from attrs import evolve
 
 from symmplan.model import Operation
-from symmplan.planner.verify.clocks import Clocks
+from symmplan.planner.graphs import Paths, graph_of
 from symmplan.planner.verify.structure import fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-    from numpy.typing import NDArray
 
     from symmplan.model import Plan
     from symmplan.planner.verify.sharing import Pairs
@@ -56,7 +53,7 @@ def check_barriers(
     users: list[User],
     owner: Mapping[str, int],
     reuse: tuple[Pairs, Pairs],
-    clocks: Clocks,
+    paths: Paths,
 ) -> None:
     """Check that the listed barriers are known and suffice.
 
@@ -64,7 +61,7 @@ def check_barriers(
         VerificationError: A barrier is missing (``barrier``) or makes no sense
             (``unknown_barrier``).
     """
-    _check_known(plan, clocks)
+    _check_known(plan, paths)
     exposed = _exposed(plan, users, owner)
     if not exposed:
         return
@@ -78,23 +75,22 @@ def check_barriers(
         n
         for u in sorted(exposed)
         for n in _needs(spans, users, u, u, 0)
-        if clocks.number[n.earlier.end] < clocks.number[n.later.begin]
+        if paths.number[n.earlier.end] < paths.number[n.later.begin]
     )
     if not needs:
         return
-    ordered = clocks.ordered(
-        np.asarray([clocks.number[n.earlier.end] for n in needs], dtype=np.int64),
-        np.asarray([clocks.number[n.later.begin] for n in needs], dtype=np.int64),
+    ordered = paths.exist(
+        [(paths.number[n.earlier.end], paths.number[n.later.begin]) for n in needs]
     )
-    needs = [n for n, holds in zip(needs, ordered.tolist(), strict=True) if holds or n.runs]
+    needs = [n for n, holds in zip(needs, ordered, strict=True) if holds or n.runs]
     _check(needs, users, _twice(plan))
 
 
-def _check_known(plan: Plan, clocks: Clocks) -> None:
+def _check_known(plan: Plan, paths: Paths) -> None:
     groups = {b.group for b in plan.problem.buffers}
     names = {b.name for b in plan.problem.buffers}
     for barrier in plan.barriers:
-        known = barrier.before in clocks.number and barrier.group in groups
+        known = barrier.before in paths.number and barrier.group in groups
         if not known or not barrier.buffers or not names.issuperset(barrier.buffers):
             fail(
                 "unknown_barrier",
@@ -169,7 +165,7 @@ def _needs(
                 yield _Need(a, b, (first, second), runs, tuple(heard))
 
 
-def _twice(plan: Plan) -> Clocks:
+def _twice(plan: Plan) -> Paths:
     """The program with its barriers before their operations, and all of it once more behind."""
     barred: dict[str, list[Operation]] = {}
     for k, barrier in enumerate(plan.barriers):
@@ -196,54 +192,26 @@ def _twice(plan: Plan) -> Clocks:
         for a, b in plan.problem.edges:
             first = barred[b][0].name if b in barred else b
             edges.append((_named(a, run), _named(first, run)))
-    return Clocks(operations, edges)
+    return Paths(graph_of(operations, edges))
 
 
 def _named(name: str, run: int) -> str:
     return f"{name}\0{run}"
 
 
-def _check(needs: list[_Need], users: list[User], clocks: Clocks) -> None:
+def _check(needs: list[_Need], users: list[User], paths: Paths) -> None:
     for heard in sorted({n.heard for n in needs}):
         mine = [n for n in needs if n.heard == heard]
-        earlier = np.asarray([clocks.number[_named(n.earlier.end, 0)] for n in mine])
-        later = np.asarray([clocks.number[_named(n.later.begin, n.runs)] for n in mine])
-        stream = clocks.stream[earlier]
-        good = np.zeros(len(mine), dtype=bool)
-        for low, reached in clocks.blocks():
-            table = _heard(heard, low, reached, clocks)
-            inside = (stream >= low) & (stream < low + reached.shape[1])
-            good[inside] = (
-                table[later[inside], stream[inside] - low] >= clocks.place[earlier[inside]]
+        ends = [
+            (
+                paths.number[_named(n.earlier.end, 0)],
+                paths.number[_named(n.later.begin, n.runs)],
             )
-        for k in np.flatnonzero(~good)[:1].tolist():
-            _missing(mine[k], users)
-
-
-def _heard(
-    groups: tuple[str, ...], low: int, reached: NDArray[np.int32], clocks: Clocks
-) -> NDArray[np.int32]:
-    """Per operation and stream, how much was over for those it has heard of when it starts."""
-    own = np.flatnonzero((clocks.stream >= low) & (clocks.stream < low + reached.shape[1]))
-    told: NDArray[np.int32] = reached.copy()
-    told[own, clocks.stream[own] - low] = clocks.place[own] - 1
-    later = {begun for o in clocks.operations for begun in o.ends}
-    for group in groups:
-        table = np.zeros_like(reached)
-        rows = list(table)
-        for i, op in enumerate(clocks.operations):
-            over = rows[i]
-            ended = [clocks.number[begun] for begun in op.ends]
-            if op.name not in later:
-                ended.insert(0, i)
-            for j in ended:
-                call = clocks.operations[j]
-                if call.group == group and (call.synchronizes or call.handshake or call.release):
-                    over = np.maximum(over, told[j])
-            for j in clocks.after[i]:
-                np.maximum(rows[j], over, out=rows[j])
-        told = table
-    return told
+            for n in mine
+        ]
+        for need, good in zip(mine, paths.exist(ends, heard), strict=True):
+            if not good:
+                _missing(need, users)
 
 
 def _missing(need: _Need, users: list[User]) -> None:

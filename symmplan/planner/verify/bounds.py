@@ -17,13 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from symmplan.model import Plan
-    from symmplan.planner.verify.clocks import Touches
     from symmplan.planner.verify.structure import User
+    from symmplan.planner.verify.touches import Touches
 
 __all__ = ["check_bounds"]
 
-#: Witnesses compared with each other at a time.
-ROWS = 2048
 #: With so many users all orders can be tried.
 MAX_USERS = 8
 
@@ -166,9 +164,9 @@ def _proven(
                 got=[u.names[0] for u in chosen],
             )
         return _round(chosen[0].end, unit)
-    pair = _compatible([u for u in witnesses if not users[u].persistent], touches)
-    if pair is not None:
-        a, b = users[pair[0]], users[pair[1]]
+    ordered = _compatible([u for u in witnesses if not users[u].persistent], touches)
+    if ordered:
+        a, b = (users[u] for u in min(ordered))
         _unproven(
             f"{where} counts {a.names[0]!r} and {b.names[0]!r} as live together, but they are "
             "ordered one after the other",
@@ -178,25 +176,15 @@ def _proven(
     return sum(_round(u.end - u.offset, unit) for u in chosen)
 
 
-def _compatible(users: list[int], touches: Touches) -> tuple[int, int] | None:
-    """Two of the users of which one comes entirely before the other, if there are such."""
-    clocks, ops = touches.clocks, [touches.of(u) for u in users]
-    if len(users) < 2 or max(int(o[0]) for o in ops) <= min(int(o[-1]) for o in ops):
-        return None  # all are live at one instant of a linear extension
-    flat = np.concatenate(ops)
-    fresh = np.append(0, np.cumsum([len(o) for o in ops])[:-1])
-    for at in range(0, len(users), ROWS):
-        before = np.ones((min(ROWS, len(users) - at), len(users)), dtype=bool)
-        for low, table in clocks.blocks():
-            for c in range(table.shape[1]):
-                mine = clocks.stream[flat] == low + c
-                last = np.maximum.reduceat(np.where(mine, clocks.place[flat], 0), fresh)
-                entry = np.minimum.reduceat(table[flat, c] - mine, fresh)
-                before &= last[at : at + ROWS, None] <= entry[None, :]
-        hits = np.argwhere(before)
-        if len(hits):
-            return users[at + int(hits[0, 0])], users[int(hits[0, 1])]
-    return None
+def _compatible(users: list[int], touches: Touches) -> set[tuple[int, int]]:
+    """Pairs of the users of which the first comes entirely before the second."""
+    by_first = sorted(users, key=touches.first.__getitem__)
+    firsts = touches.first[by_first]
+    # A path leads only forward in the extension.
+    behind = np.searchsorted(firsts, touches.last[users], side="right").tolist()
+    pairs = [(a, b) for a, k in zip(users, behind, strict=True) for b in by_first[k:]]
+    unordered = touches.unordered(pairs)
+    return {pair for k, pair in enumerate(pairs) if k not in unordered}
 
 
 def _lower_peak(
@@ -207,8 +195,9 @@ def _lower_peak(
     In some lowest packing nothing can be moved down, so it arises by placing the users by
     ascending offset, each as low as those before it and the pins allow.
     """
+    ordered = _compatible([u for u in numbers if not users[u].persistent], touches)
     clash = {
-        (i, j): users[a].persistent or users[b].persistent or _compatible([a, b], touches) is None
+        (i, j): (a, b) not in ordered and (b, a) not in ordered
         for (i, a), (j, b) in permutations(enumerate(numbers), 2)
     }
     users = [users[u] for u in numbers]

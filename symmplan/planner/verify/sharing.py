@@ -10,10 +10,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from itertools import product
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, TypeAlias
-
-import numpy as np
 
 from symmplan.planner.verify.structure import fail
 
@@ -21,8 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from symmplan.model import Plan
-    from symmplan.planner.verify.clocks import Clocks, Touches
+    from symmplan.planner.graphs import Paths
     from symmplan.planner.verify.structure import User
+    from symmplan.planner.verify.touches import Touches
 
 __all__ = ["check_pads", "check_sharing"]
 
@@ -95,21 +94,13 @@ def check_sharing(plan: Plan, users: list[User], touches: Touches) -> tuple[Pair
     for a, b in pairs:
         if users[a].persistent or users[b].persistent:
             _overlap(users[a], users[b], None, None)
-    _check_order(pairs, users, touches)
+    for k, (last, first) in touches.unordered(pairs).items():
+        operations = touches.paths.operations
+        _overlap(
+            users[pairs[k][0]], users[pairs[k][1]], operations[last].name, operations[first].name
+        )
     wraps = {w for s in space.values() for w in s.wraps()}
     return pairs, sorted(wraps)
-
-
-def _check_order(pairs: Pairs, users: list[User], touches: Touches) -> None:
-    if not pairs:
-        return
-    clocks = touches.clocks
-    table = np.asarray(pairs, dtype=np.int64)
-    which, lasts, firsts = touches.across(table[:, 0], table[:, 1])
-    for k in np.flatnonzero(~clocks.ordered(lasts, firsts))[:1].tolist():
-        a, b = pairs[which[k]]
-        last, first = clocks.operations[lasts[k]].name, clocks.operations[firsts[k]].name
-        _overlap(users[a], users[b], last, first)
 
 
 def _overlap(a: User, b: User, last: str | None, first: str | None) -> None:
@@ -129,7 +120,7 @@ def _overlap(a: User, b: User, last: str | None, first: str | None) -> None:
     )
 
 
-def check_pads(plan: Plan, owner: Mapping[str, int], clocks: Clocks) -> None:
+def check_pads(plan: Plan, owner: Mapping[str, int], paths: Paths) -> None:
     """Check that operations on one segment's signal pad never run at the same time.
 
     To a pad, buffers that share their offset are one: these may.
@@ -142,22 +133,23 @@ def check_pads(plan: Plan, owner: Mapping[str, int], clocks: Clocks) -> None:
     for access in plan.problem.accesses:
         if access.buffer in pads:
             inside = using.setdefault(plan.placements[access.buffer].segment, {})
-            inside.setdefault(clocks.number[access.operation], set()).add(access.buffer)
+            inside.setdefault(paths.number[access.operation], set()).add(access.buffer)
     for segment, touched in sorted(using.items()):
-        ops = np.asarray(sorted(touched), dtype=np.int64)
+        ops = sorted(touched)
         # Totally ordered operations are ordered one after the other; otherwise look at all pairs.
-        good = clocks.ordered(ops[:-1], ops[1:])
-        if good.all():
+        good = paths.exist(list(pairwise(ops)))
+        if all(good):
             continue
-        firsts = range(len(ops)) if len(ops) <= MAX_PAD_PAIRS else np.flatnonzero(~good).tolist()
+        firsts = [i for i in range(len(good)) if len(ops) <= MAX_PAD_PAIRS or not good[i]]
         for i in firsts:
-            later = ops[i + 1 :]
-            unordered = later[~clocks.ordered(np.full(len(later), ops[i]), later)]
-            for j in unordered.tolist():
-                for a, b in product(sorted(touched[int(ops[i])]), sorted(touched[j])):
+            pairs = [(ops[i], later) for later in ops[i + 1 :]]
+            for (_, j), ordered in zip(pairs, paths.exist(pairs), strict=True):
+                if ordered:
+                    continue
+                for a, b in product(sorted(touched[ops[i]]), sorted(touched[j])):
                     if owner[a] != owner[b]:
-                        both = clocks.operations[int(ops[i])], clocks.operations[j]
-                        _pad_clash(segment, (a, b), (both[0].name, both[1].name))
+                        both = paths.operations[ops[i]].name, paths.operations[j].name
+                        _pad_clash(segment, (a, b), both)
 
 
 def _pad_clash(segment: str, buffers: tuple[str, str], operations: tuple[str, str]) -> None:
