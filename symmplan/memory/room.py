@@ -69,13 +69,11 @@ class Usage:
         need: Peak bytes of tensors that it still needs, without those that plans replace.
         most: The most bytes that torch's allocator had of the driver.
         slack: What `symmplan.capture.fsdp_memory.Needed` has besides.
-        beyond: How many bytes more than ``most`` a plan may come to.
     """
 
     need: int
     most: int
     slack: tuple[int, ...] = ()
-    beyond: int = 0
 
 
 def free_bytes(memory: str) -> int:
@@ -119,7 +117,7 @@ def room_on(there: DeviceMemory, usage: Usage | None, *, below: bool) -> Room:
     nbytes = free - max(free // _MARGIN, LEFT)
     at_once = there.free - max(there.free // _MARGIN, LEFT)
     if usage is not None and below:
-        nbytes = min(nbytes, usage.most + usage.beyond - need)
+        nbytes = min(nbytes, usage.most - need)
         at_once = min(at_once, usage.most - there.reserved)
     return Room(max(0, nbytes), max(0, at_once), () if usage is None else usage.slack)
 

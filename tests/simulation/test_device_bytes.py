@@ -102,7 +102,7 @@ def test_a_device_has_no_more_with_pushes_than_without(tokens, replicas, reduce)
 @settings(max_examples=5, suppress_health_check=list(HealthCheck), deadline=None)
 @given(configs(), st.sampled_from((512, 700, 1024)))
 def test_a_device_never_has_more_than_without(config, dim):
-    """Whatever that takes: tiny batches leave room for little, and two hundredths more are theirs.
+    """Whatever that takes: tiny batches leave room for little.
 
     The slots of experts are there all the time, which the bytes that they replace are not.
     """
@@ -111,13 +111,13 @@ def test_a_device_never_has_more_than_without(config, dim):
     slots = 0
     if config.kind == "experts":
         (slots,) = (p.peak_bytes for p in report.plans if _of_experts(p))
-    assert report.device_bytes <= report.device_bytes_without * 1.02 + slots
+    assert report.device_bytes <= report.device_bytes_without + slots
 
 
-def test_a_tiny_batch_keeps_its_pushes_for_hardly_more_bytes():
+def test_a_small_batch_has_pushes_and_no_more_bytes():
     """A rank's part of the gradients is there while they are pushed; FSDP2 makes it later."""
-    report = symmplan.simulate(functools.partial(trained, 3, 4, None, 1), ranks=64)
-    assert report.device_bytes <= report.device_bytes_without * 1.02
+    report = symmplan.simulate(functools.partial(trained, 3, 64, None, 1), ranks=64)
+    assert report.device_bytes <= report.device_bytes_without
     found = {(c.op, c.algorithm) for c in report.collectives if c.nbytes > 1 << 20}
     pushes = {("reduce_scatter", "push"), ("reduce_scatter", "shared push")}
     assert found - pushes == {("all_gather", "copy engine")}
@@ -125,11 +125,15 @@ def test_a_tiny_batch_keeps_its_pushes_for_hardly_more_bytes():
 
 
 def test_gradients_that_are_pushed_count_once():
-    """They are kept when autograd drops them; a moment with both would be the peak here."""
+    """They are kept when autograd drops them; a moment with both would be the peak here.
+
+    So what is beside the plan is at most what FSDP2 alone has without its largest buffer.
+    """
     config = Config(kind="fsdp", ranks=4, dim=700, widths=(2, 1))
-    report = symmplan.simulate(functools.partial(program, config), ranks=4)
-    assert any(c.algorithm == "shared push" for c in report.collectives)
-    assert report.device_bytes <= report.device_bytes_without * 1.001
+    run = functools.partial(with_capacity, functools.partial(program, config))
+    report = symmplan.simulate(run, ranks=4)
+    largest = max(c.nbytes for c in report.collectives if c.algorithm == "push")
+    assert report.ordinary_bytes.total + largest <= report.device_bytes_without
 
 
 def staged(tokens, stages):
@@ -153,7 +157,7 @@ def test_several_models_together_keep_to_what_the_program_had(tokens, stages):
     """Each sees the peaks that come while the others run, also those at which others look."""
     report = symmplan.simulate(functools.partial(staged, tokens, stages), ranks=8)
     assert len(report.plans) == stages
-    assert report.device_bytes <= report.device_bytes_without * 1.02
+    assert report.device_bytes <= report.device_bytes_without
 
 
 def test_who_asks_for_a_peak_takes_it_from_nobody_else():

@@ -287,12 +287,11 @@ class Memory:
             need, peak, slack = needed(recording, unsharded)
             self.usage = Usage(need, there.most_reserved + max(0, peak - self._most), slack)
 
-    def room(self, *, below: bool, beyond: int = 0) -> int:
+    def room(self, *, below: bool) -> int:
         """How many bytes a plan may take; the same on all ranks.
 
         Args:
             below: Whether the program may have no more of its device than it had without a plan.
-            beyond: By how many hundredths it may have more, then.
 
         Collective: yes, over all groups.
         """
@@ -310,7 +309,7 @@ class Memory:
             # Of what was made since the step was recorded, tenants may come to live here.
             tenants = [tenant.arena for tenant in self.tenants if tenant is not None]
             others = bytes_beside([*self._arenas, *self._older, *tenants])
-            usage = evolve(usage, most=usage.most - others, beyond=usage.most * beyond // 100)
+            usage = evolve(usage, most=usage.most - others)
         return preparation.room(
             preparation.memory,
             self.device,

@@ -19,7 +19,7 @@ from symmplan.integrate.fsdp.cases import case_of, concurrent_in, demotables_of,
 from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
 from symmplan.integrate.fsdp.schedule import Schedule
-from symmplan.integrate.fsdp.step_plans import StepPlan, StepProblem, lost
+from symmplan.integrate.fsdp.step_plans import StepPlan, StepProblem
 from symmplan.memory.topology import served
 from symmplan.model import Algorithm, Buffer
 from symmplan.planner.budget import within
@@ -50,9 +50,6 @@ __all__ = ["Planning"]
 
 #: Where parts of FSDP2's segment begin, in bytes.
 _ALIGN = 512
-#: By how many hundredths a program may have more of its device than without a plan, if collectives
-#: would be ordinary otherwise.
-_BEYOND = 2
 
 
 class Planning:
@@ -260,7 +257,7 @@ class Planning:
 
         Collective: yes, over all groups of the model.
         """
-        memory, options = self._memory, self._options
+        memory = self._memory
         preparation, recordings = memory.preparation, problem.recordings
 
         def demotables(made: StepPlan) -> list[Demotable]:
@@ -287,15 +284,8 @@ class Planning:
                 if self._alike(made, tenants, room, recordings[0].collectives):
                     return finished(made)
 
-        def fitted(room: int | None) -> tuple[Plan, StepPlan]:
-            first = recordings[0].collectives
-            return within(room, planned, lambda _, made: self._taken(made, first))
-
-        plan, made = fitted(room)
-        if lost(plan) and self.live is None and options.capacity is None:
-            more = fitted(memory.room(below=True, beyond=_BEYOND))
-            if lost(more[0]) < lost(plan):
-                plan, made = more
+        first = recordings[0].collectives
+        plan, made = within(room, planned, lambda _, made: self._taken(made, first))
         return finished(evolve(made, plan=plan))
 
     def _tenants(self, recordings: Sequence[Recording]) -> list[dict[int, tuple[Buffer, ...]]]:

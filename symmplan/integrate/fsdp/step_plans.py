@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Tenants: TypeAlias = Mapping[int, Sequence[Buffer]]
     Demoted: TypeAlias = Mapping[Any, AlgorithmName]
 
-__all__ = ["StepPlan", "StepProblem", "lost"]
+__all__ = ["StepPlan", "StepProblem"]
 
 
 @frozen(eq=False)
@@ -165,9 +165,3 @@ class StepProblem:
         parameters = frozenset(p.buffer for p in planned if p.zero_copy and p.buffer)
         shared = (p.buffer for p in planned if p.algorithm.name == "shared push" and p.buffer)
         return problem, parameters, frozenset(shared), stretches
-
-
-def lost(plan: Plan) -> int:
-    """How many collectives are ordinary for want of room."""
-    demotions = () if plan.budget is None else plan.budget.demotions
-    return sum(d.calls for d in demotions if d.after == "ordinary")
