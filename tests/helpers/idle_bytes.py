@@ -88,17 +88,17 @@ PROGRAMS = {
 }
 
 
-def lent(ran, plans, storages, report):
+def lent(world, plans, storages, report):
     """The peak if each idle symmetric byte could hold an ordinary one, in bytes."""
-    held = {s for planner, key, s in ran.world.held if planner.algorithm(key) in PUSHES}
+    held = {s for planner, key, s in world.held if planner.algorithm(key) in PUSHES}
     places = [
         {name.partition(".")[2] or name: p.nbytes for name, p in plan.placements.items()}
         for plan in plans
     ]
     owner = {
         id(s): (number, key)
-        for number, planner in enumerate(ran.world.planners)
-        for of, key, s in ran.world.buffers
+        for number, planner in enumerate(world.planners)
+        for of, key, s in world.buffers
         if of is planner and s.kind == "placed"
     }
     live, ordinary, most = Counter(), report.ordinary_bytes.optimizer, 0
@@ -130,9 +130,9 @@ def bound_of(program, ranks, **options):
     found = []
     make = run._report
 
-    def report(ran, plans, storages, machine):
-        made = make(ran, plans, storages, machine)
-        found.append(lent(ran, plans, storages, made))
+    def report(world, others, plans, storages):
+        made = make(world, others, plans, storages)
+        found.append(lent(world, plans, storages, made))
         return made
 
     run._report = report
