@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 from pathlib import Path
 
 import pytest
@@ -55,33 +56,55 @@ ASKED = {
     "_everywhere": "asks all ranks",
     "_all_fit": "asks all ranks, which meet",
 }
-#: Why a name is the same on all ranks.
+#: Why a name is the same on all ranks. An attribute goes by its class if that is `self`'s, else by
+#: the name that it is reached by, and by the text that indexes it.
 AGREED = {
     "the plan, and what was agreed with it": """
-        Pushes _arenas _bounds storage layout _one_sided
-        _outputs _peers _plain _pushes _run begin bisect_left call carried end
-        chosen collectives counts zero_copy unshards get groups
-        index live meeting memory offset offsets other p
-        place reason received schedule segment segments site take_shared
-        tensor view algorithm parts
+        .view _arenas.memory _arenas.segments _places.get _views.get algorithm.reason
+        BACKENDS.collectives bisect_left c.carried c.received engines.get groups.rank
+        layout.counts Layout.counts layout.offsets layout.parts Memory._arenas
+        Memory._pushes Memory.groups options.chosen other other.begin other.end other.site
+        other.storage p ParameterStorage._one_sided ParameterStorage._outputs
+        ParameterStorage._run ParameterStorage.begin ParameterStorage.end place.end
+        place.offset place.segment PlannedAllGather._plain PlannedReduceScatter._plain
+        planning.live planning.unshards Pushes Pushes._peers Runtime.counts.replans
+        Runtime.memory Runtime.schedule Schedule._bounds Schedule.collectives
+        scheduled.algorithm scheduled.call scheduled.place scheduled.received
+        scheduled.zero_copy ScheduledCollective.place segment.begin segment.meeting
+        segment.peers segment.tensor slot.index slot.scheduled slot.take_shared storage
+        unshard.site unshard.storage ZeroCopyUnshard.layout ZeroCopyUnshard.site
+        ZeroCopyUnshard.storage
     """,
     "types and sizes of parameters, and of what their own tensors give to a gather": """
-        dtypes has_own_gather itemsize orig_dtype outputs_of param_dtype ranks size uint8
+        .itemsize fsdp2_in_place.has_own_gather fsdp2_in_place.outputs_of group_of.size
+        layout.dtypes Layout.dtypes Layout.ranks parameter.orig_dtype parameter.param_dtype
+        torch.uint8
     """,
     "the program's calls, and what was counted of them": """
-        Key _arrived _last _unmet again to flat _lacking _modules _next _reduced _seen
-        _site _slot _tries _waiting _was_backward base buffer
-        dtype element_size exchanges factor_of gathers group_name in_backward
-        _kind kind log numel of_backward pop prod ran removeprefix
-        scatters served shape target async_op op output_tensor values
+        .dtype .element_size .numel .shape _Planned._kind _Planned._site _recorder.log
+        _unsharded.pop _unsharded.values again async_op autograd.in_backward base c.buffer
+        c10d.group_name exchanges factor_of g.to gathers Key key.kind key.of_backward
+        log.ran math.prod memory.captured op output_tensor PlannedAllGather._site
+        PlannedAllGather._slot PlannedReduceScatter._site PlannedReduceScatter._slot
+        Pushes._last Pushes._unmet Runtime._arrived Runtime._lacking Runtime._modules
+        Runtime._reduced Runtime._seen Runtime._tries Runtime._waiting Runtime._was_backward
+        scatters Schedule._next slot.base slot.flat slot.log slot.served str.removeprefix
+        target
     """,
     "FSDP2's own state, which its calls alone change": """
-        Asked Gathered fsdp_params shard_of result_of state_name group_of
-        _group is_sharded is_unsharded unshard_in_backward
+        _group.is_unsharded Asked asked.shards fsdp2_in_place.group_of
+        fsdp2_in_place.result_of fsdp2_in_place.shard_of fsdp2_in_place.state_name Gathered
+        group.fsdp_params group.is_sharded group.is_unsharded group.unshard_in_backward
+        PlannedReduceScatter._group ZeroCopyUnshard._group
     """,
-    "where the program runs": "_device _stream device_of is_accelerator is_cpu serves",
-    "methods that the program gave FSDP2's class": "unchanged",
+    "where the program runs": """
+        _device.is_accelerator device_of executor.serves Memory._device Pushes._stream
+        tensor.is_cpu
+    """,
+    "methods that the program gave FSDP2's class": "_methods.unchanged",
 }
+#: What tensors and their types have, whoever holds them.
+OF_TENSORS = {"dtype", "element_size", "itemsize", "numel", "shape", "view"}
 #: What a rank sees by itself: in which functions, and what these do besides launching.
 LOCAL = {
     "viewed": {
@@ -160,18 +183,42 @@ def last(node):
     return node.id if isinstance(node, ast.Name) else None
 
 
+def owned(node):
+    """A dotted name by its last two parts, with the text by which it is indexed.
+
+    Of ``self.memory.counts["copies"]`` that is ``memory.counts.copies``.
+    """
+    key = ""
+    if isinstance(node, ast.Subscript):
+        text = getattr(node.slice, "value", None)
+        if not isinstance(text, str):
+            return None
+        node, key = node.value, f".{text}"
+    if not isinstance(node, ast.Attribute):
+        return None
+    owner = node.value
+    while isinstance(owner, ast.Subscript | ast.Call):
+        owner = owner.value if isinstance(owner, ast.Subscript) else owner.func
+    return f"{last(owner) or '?'}.{node.attr}{key}"
+
+
 def names(expression):
-    """Names in an expression, of dotted ones the last part."""
-    inner = {id(n.value) for n in ast.walk(expression) if isinstance(n, ast.Attribute)}
-    bound = {
-        name.id
-        for n in ast.walk(expression)
-        if isinstance(n, ast.comprehension)
-        for name in ast.walk(n.target)
-        if isinstance(name, ast.Name)
-    }
-    found = {last(n) for n in ast.walk(expression) if id(n) not in inner or not last(n)}
-    return found - bound - {None}
+    """Names in an expression, of dotted ones the last two parts."""
+    inner, found, bound = set(), set(), set()
+    for node in ast.walk(expression):  # what is outside comes first
+        if isinstance(node, ast.comprehension):
+            bound |= {name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)}
+        name = node.id if isinstance(node, ast.Name) else owned(node)
+        if name is None or id(node) in inner:
+            continue
+        found.add(name)
+        if isinstance(node, ast.Subscript):
+            inner.add(id(node.value))
+            node = node.value  # noqa: PLW2901
+        while isinstance(node, ast.Attribute):
+            node = node.value  # noqa: PLW2901
+            inner.add(id(node))
+    return found - bound
 
 
 def branches(function):
@@ -201,11 +248,25 @@ def assigned(function):
     return found
 
 
+def classes(sources):
+    """``{method: name of its class}`` of all files."""
+    return {
+        method: node.name
+        for text in sources
+        for node in ast.walk(parsed(text))
+        if isinstance(node, ast.ClassDef)
+        for method in ast.walk(node)
+        if isinstance(method, ast.FunctionDef)
+    }
+
+
 class Walk:
     """All that can change what is launched, in some source files."""
 
     def __init__(self, sources):
+        sources = list(sources)
         self.known = functions(sources)
+        self.class_of = classes(sources)
         self.found = {}
         self._seen = set()
         for name in sorted(self._deciders()):
@@ -236,6 +297,19 @@ class Walk:
         self._seen.add((name, function))
         given = assigned(function)
         arguments = [a.arg for a in (*function.args.args, *function.args.kwonlyargs)]
+        owner, dot, attribute = name.partition(".")
+        if dot:
+            bare = attribute.partition(".")[0]
+            if owner in ("self", "cls"):
+                owner = self.class_of[function]
+            if bare.isupper():
+                return
+            if bare in LOCAL or bare in ASKED or bare in self.known:
+                name = bare
+            else:
+                whose = "" if bare in OF_TENSORS else owner
+                self.found.setdefault(f"{whose}.{attribute}", set()).add(function.name)
+                return
         if name == "self" or name.isupper() or hasattr(builtins, name) or name in ASKED:
             return
         if name in LOCAL:
@@ -270,9 +344,14 @@ def texts():
     return {name: (ROOT / name).read_text(encoding="utf-8") for name in FILES}
 
 
+@functools.cache
+def found_here():
+    return Walk(texts().values()).found
+
+
 def test_each_input_of_a_decision_to_launch_is_agreed():
     agreed = {name for listed in AGREED.values() for name in listed.split()}
-    found = Walk(texts().values()).found
+    found = found_here()
     unknown = {name: where for name, where in found.items() if name not in agreed | LOCAL.keys()}
     assert unknown == {}, "say why it is the same on all ranks, or do not let it decide"
     elsewhere = {name: found.get(name, set()) - of.keys() for name, of in LOCAL.items()}
@@ -280,7 +359,7 @@ def test_each_input_of_a_decision_to_launch_is_agreed():
 
 
 def test_the_tables_have_nothing_else():
-    found = Walk(texts().values()).found
+    found = found_here()
     agreed = [name for listed in AGREED.values() for name in listed.split()]
     assert sorted(agreed) == sorted(set(agreed) & found.keys())
     assert {n: of.keys() for n, of in LOCAL.items()} == {n: found.get(n) for n in LOCAL}
@@ -294,7 +373,7 @@ def test_the_tables_have_nothing_else():
             "integrate/fsdp/zero_copy.py",
             "        self._runtime.arrive(key, group.device, outside=self.outside)\n",
             "        if self.parameters[0].sharded_param._version == 1:\n            return\n",
-            "_version",
+            "sharded_param._version",
         ),
         (
             "integrate/fsdp/zero_copy.py",
@@ -306,7 +385,22 @@ def test_the_tables_have_nothing_else():
             "integrate/fsdp/runtime.py",
             "        mine = unshard.storage\n",
             "        if not self.alive:\n            return False\n",
-            "alive",
+            "Runtime.alive",
+        ),
+        (
+            "integrate/fsdp/runtime.py",
+            "        scheduled, memory = slot.scheduled, self.memory\n",
+            '        if self.counts["copies"]:\n            return "", None\n',
+            "Runtime.counts.copies",
+        ),
+        (
+            "integrate/fsdp/runtime.py",
+            "        scheduled, memory = slot.scheduled, self.memory\n",
+            (
+                "        counts = self.counts\n"
+                '        if counts["copies"]:\n            return "", None\n'
+            ),
+            "Runtime.counts",
         ),
         (
             "integrate/fsdp/runtime.py",
@@ -321,6 +415,6 @@ def test_a_local_input_is_seen(file, line, added, name):
     sources = texts()
     text = sources[file].replace("runtime.gathering(", "self._runtime.gathering(")
     assert text.count(line) == 1, file
-    before = Walk(texts().values()).found.get(name, set())
+    before = found_here().get(name, set())
     sources[file] = text.replace(line, added + line)
     assert Walk(sources.values()).found.get(name, set()) > before
