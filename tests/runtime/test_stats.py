@@ -65,6 +65,88 @@ def test_all_count_alike():
     assert session.copies == 3 * session.staged
 
 
+#: Why a collective is demoted, and the options of the program.
+DEMOTIONS = {
+    "there was no room for it": {},
+    "it was demoted by the budget": {"capacity": 0},
+    "symmetric memory was not clearly faster": {"choose": "measure"},
+}
+
+
+def _demoted(rank, size, why):
+    """What each integration counts where all of its collectives are demoted."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    import symmplan
+    from symmplan.memory import room
+    from symmplan.runtime import trials
+
+    options = {"timeout": 30.0, "choose": "placed", **DEMOTIONS[why]}
+    group, found = dist.group.WORLD.group_name, {}
+    free = 0 if why == next(iter(DEMOTIONS)) and rank else 1 << 40
+    before = room.free_bytes, trials.fastest
+    room.free_bytes, trials.fastest = lambda *_: free, lambda *_, **__: "ordinary"
+    try:
+        backend = symmplan.backend(inner="eager", **options)
+        compiled = torch.compile(_program, backend=backend, fullgraph=True)
+        for turn in range(3):
+            compiled(torch.full((4, 4), float(turn), requires_grad=turn == 2), group)
+        found["graph"] = backend.stats
+        backend.release()
+        with symmplan.eager(**options) as session:
+            for turn in range(4):
+                _program(torch.full((4, 4), float(turn)), group)
+                session.step()
+            found["session"] = session.stats
+        model = fully_shard(torch.nn.Linear(8, 8), mesh=dist.init_device_mesh("cpu", (size,)))
+        handle = symmplan.fsdp.apply(model, **options)
+        for _ in range(4):
+            model(torch.ones(2, 8)).sum().backward()
+        found["model"] = handle.stats
+        handle.remove()
+    finally:
+        room.free_bytes, trials.fastest = before
+        torch._dynamo.reset()
+    return found
+
+
+def _in_part(rank, size):
+    """One of two gathers has room."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    def program(x, group):
+        gathers = [F.all_gather_into_tensor(y + 1, 2, group) for y in (x, x[:1])]
+        return sum(F.wait_tensor(each).sort().values.sum() for each in gathers)
+
+    backend = symmplan.backend(inner="eager", timeout=30.0, choose="placed", capacity=512)
+    compiled = torch.compile(program, backend=backend, fullgraph=True)
+    for turn in range(3):
+        compiled(torch.full((64, 4), float(turn)), dist.group.WORLD.group_name)
+    stats = backend.stats
+    backend.release()
+    torch._dynamo.reset()
+    return stats
+
+
+def test_all_say_why_collectives_were_demoted():
+    with RankPool(2, timeout=120.0) as ranks:
+        for why in DEMOTIONS:
+            for found in ranks.run(_demoted, why):
+                for name, stats in found.items():
+                    said = {reason: n for reason, n in stats.reasons if reason.startswith(why)}
+                    assert stats.plain == sum(said.values()) == 6, (name, stats)
+                    assert stats.reasons == (*said.items(),), (name, stats)
+                    assert stats.served == 0, (name, stats)
+        for stats in ranks.run(_in_part):
+            assert (stats.served, stats.plain) == (3, 3)
+            ((reason, count),) = stats.reasons
+            assert reason.startswith("it was demoted by the budget")
+            assert count == 3
+
+
 def test_they_show_what_there_is():
     from symmplan.runtime.stats import Stats
 

@@ -112,7 +112,7 @@ class CompileBackend(OfOneProcess):
         return Stats(
             graphs=self._graphs,
             plans=len(plans),
-            reasons=_reasons(records),
+            reasons=tuple(sum((r.reasons for r in records), Counter()).most_common()),
             rendezvous=self._pool.rendezvous,
             placed=sum(h is not None for h in how),
             staged=how.count("stage"),
@@ -343,15 +343,6 @@ def backend(
 
 def _pool(settings: CompileOptions) -> Pool:
     return Pool(Preparation(settings, "symmplan.backend", "compiled graphs"))
-
-
-def _reasons(records: Sequence[Record]) -> tuple[tuple[str, int], ...]:
-    """Why calls ran in torch's own way, and how often."""
-    found: Counter[str] = Counter()
-    for record in records:
-        if record.refused:
-            found[record.refused] += record.counts["plain"]
-    return tuple(found.most_common())
 
 
 def _compile_eager(

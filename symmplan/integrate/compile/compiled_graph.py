@@ -27,6 +27,7 @@ from symmplan.integrate.compile.parts import (
     inserted,
     keep_away,
     keeps,
+    left_out,
     pinned,
     points_of,
     protect,
@@ -84,8 +85,8 @@ class CompiledGraph:
     crossing: dict[int, tuple[Buffer, Any]] = field(init=False, factory=dict)
     engines: set[str] = field(init=False, factory=set)
     pinned_inputs: PinnedInputs = field(init=False)
-    #: ``{part: calls}`` of those that never had a plan as memory could not be had.
-    refused: dict[str, int] = field(init=False, factory=dict)
+    #: ``{part: {reason: calls}}`` of the calls of parts without a plan.
+    left_out: dict[str, Mapping[str, int]] = field(init=False, factory=dict)
     #: ``{part: groups of what was measured and left in ordinary memory, those just measured}``.
     ordinary: dict[str, tuple[list[str], list[str]]] = field(init=False, factory=dict)
     #: ``{part: groups that agreed on what its plan may take}``.
@@ -174,6 +175,7 @@ class CompiledGraph:
         if all(s.buffer is None for s in captured.sites):
             algorithms = ["ordinary"] * len(captured.specs)
             self.pool.preparation.log(plan, algorithms, f"compiled graph ({name})")
+            self.left_out[name] = left_out(captured)
             return None
         # Parts may run in another order than planned (two forwards, then two backwards), so
         # each also gets the barriers that it needs when it follows itself.
@@ -240,7 +242,6 @@ class CompiledGraph:
         self.ordinary[name] = left, asked
         if preparation.refusal is not None:
             self.record.refused = preparation.reason
-            self.refused[name] = len({s.node for s in fitting.whole.sites if s.buffer})
         self.record.choices += fitting.chosen.choices
         return fitting, room
 
@@ -339,13 +340,14 @@ class CompiledGraph:
         if part is not None:
             part.plain = plain
         if part is None and (name != "backward" or not self.crossing):
-            return counted(compiled, self.on_idle, self.record, self.refused.get(name, 0))
+            return counted(compiled, self.on_idle, self.record, self.left_out.get(name, {}))
 
         def run(args: list[Any]) -> Any:
             if part is not None:
                 with launching_from(part.expected):
                     return self._run(part, compiled, args)
             self._passed(name)
+            self.record.ran_plainly(self.left_out.get(name, {}))
             return compiled(args)
 
         def watch(args: list[Any]) -> Any:

@@ -23,7 +23,7 @@ from symmplan.report.log import LOG
 from symmplan.torch_private.compilers import compiled_frame, takes_a_list
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from symmplan.capture.sites import Captured
     from symmplan.integrate.compile.emit import SegmentInput
@@ -54,6 +54,7 @@ class PlannedPart:
         expected: How the collectives among them are to run.
         copies: How many copies it makes into and out of placements.
         algorithms: How each of its declared calls runs.
+        left_out: ``{reason: calls}`` of its declared calls that stay in ordinary memory.
         shared: The `turns.Shared` segments that it runs in; None before it first runs.
         agreed: The first agreed plan that looks the same to peers.
         groups: The process groups of its symmetric tensors, once it has run.
@@ -73,6 +74,7 @@ class PlannedPart:
     expected: tuple[Expected, ...]
     copies: int
     algorithms: tuple[str, ...]
+    left_out: Mapping[str, int]
     shared: Any = field(init=False, default=None)
     agreed: Plan = field(init=False)
     groups: list[Any] | None = field(init=False, default=None)
@@ -132,6 +134,7 @@ class PlannedPart:
             expected=tuple(c.expected for c in program.calls.values() if c.expected is not None),
             copies=sum(step.site is not None for step in captured.steps.values()),
             algorithms=program.algorithms,
+            left_out=left_out(captured),
         )
 
     def run_plainly(self, args: list[Any]) -> Any:
@@ -139,7 +142,8 @@ class PlannedPart:
         if self._plain is None:
             assert self.plain is not None
             self._plain = self.plain()
-        self.record.counts["plain"] += self.calls
+        self.record.ran_plainly({self.record.refused: self.calls})
+        self.record.ran_plainly(self.left_out)
         return self._plain(args)
 
     @property
@@ -159,7 +163,8 @@ class Record:
         choices: The measured choices.
         seconds: Symmplan's part of compiling it.
         counts: What its parts did, by the names of `Stats`.
-        refused: Why calls ran in torch's own way; empty if there is no reason.
+        refused: Why nothing of it is in symmetric memory; empty if there is no reason.
+        reasons: Why calls ran in ordinary memory, and how often.
     """
 
     plans: dict[str, Plan] = field(init=False, factory=dict)
@@ -169,6 +174,7 @@ class Record:
     seconds: float = field(init=False, default=0.0)
     counts: Counter[str] = field(init=False, factory=Counter)
     refused: str = field(init=False, default="")
+    reasons: Counter[str] = field(init=False, factory=Counter)
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -188,6 +194,12 @@ class Record:
     def ran(self, part: PlannedPart) -> None:
         """Count a run."""
         self.counts.update(iterations=1, served=part.calls, copies=part.copies)
+        self.ran_plainly(part.left_out)
+
+    def ran_plainly(self, reasons: Mapping[str, int]) -> None:
+        """Count calls that ran in ordinary memory, ``{reason: calls}``."""
+        self.counts["plain"] += sum(reasons.values())
+        self.reasons.update(reasons)
 
     def add(self, captured: Captured) -> None:
         """Remember the declared tensors of a part."""
@@ -352,17 +364,27 @@ def points_of(barriers: Iterable[Barrier]) -> Iterable[tuple[str, str]]:
     return ((b.before, b.group) for b in barriers)
 
 
+def left_out(captured: Captured) -> Counter[str]:
+    """``{reason: calls}`` of the declared calls of which nothing is in a placement."""
+    placed = {s.node for s in captured.sites if s.buffer is not None}
+    why = {s.node: s.reason for s in reversed(captured.sites) if s.reason}
+    return Counter(reason for node, reason in why.items() if node not in placed)
+
+
 def counted(
-    compiled: Callable[[list[Any]], Any], on_idle: Callable[[], None], record: Record, calls: int
+    compiled: Callable[[list[Any]], Any],
+    on_idle: Callable[[], None],
+    record: Record,
+    reasons: Mapping[str, int],
 ) -> Callable[[list[Any]], Any]:
     """A part that follows no plan; when it runs again, all of the program has been compiled.
 
-    ``calls`` are those of its declared calls that could have had one.
+    ``reasons`` are those of its declared calls, ``{reason: calls}``.
     """
     runs = itertools.count()
 
     def run(args: list[Any]) -> Any:
-        record.counts["plain"] += calls
+        record.ran_plainly(reasons)
         if next(runs) == 1:
             on_idle()
         return compiled(args)
