@@ -24,7 +24,11 @@ from symmplan.process import PROCESS
 TIMES = 10
 COUNT = 1 << 16
 
+#: Collectives that torch's flight recorder remembers, 2,000 by default.
+RECORDED = 8
+
 two = pool_of(2, timeout=240.0)
+few_recorded = pool_of(2, timeout=240.0, env={"TORCH_FR_BUFFER_SIZE": str(RECORDED)})
 
 
 def _held():
@@ -48,7 +52,15 @@ def _compiled(rank, k, memory="shm"):
     torch.compiler.reset()
 
 
-def _default(rank, k):
+def _released(rank, k, memory):
+    backend = symmplan.backend(inner="eager", memory=memory, choose="placed")
+    compiled = torch.compile(_reduced, backend=backend, dynamic=False)
+    assert compiled(torch.full((COUNT,), rank + k + 0.0))[0] == 2 * (1 + 2 * k) + 1
+    backend.release()
+    torch.compiler.reset()
+
+
+def _default(rank, k, memory="shm"):
     compiled = torch.compile(_reduced, backend="symmplan", dynamic=False)
     assert compiled(torch.full((COUNT,), rank + k + 0.0))[0] == 2 * (1 + 2 * k) + 1
     torch.compiler.reset()
@@ -89,10 +101,12 @@ def _arena(rank, k, memory="shm"):
     problem = Problem(
         buffers=(buffer,), operations=(Operation("o"),), accesses=(Access("o", "x", write=True),)
     )
-    arena = realize(symmplan.plan(problem), memory=memory)
+    alone = memory == "nccl"  # whose memory is kept but for temporary segments without peer views
+    arena = realize(symmplan.plan(problem), memory=memory, temporary=alone)
     arena.tensor("x").fill_(rank + k)
     arena.segments["segment0"].barrier()
-    assert arena.segments["segment0"].peers()[1 - rank][0] == 1 - rank + k
+    if not alone:
+        assert arena.segments["segment0"].peers()[1 - rank][0] == 1 - rank + k
     arena.segments["segment0"].barrier()
 
 
@@ -133,22 +147,30 @@ def _in_new_groups(rank, world, kind, ports):
 
 
 def _taken(rank, world, kind, memory):
-    """Bytes of the doubled device after each of several times."""
+    """Bytes of the doubled device after each of several times, by what has them."""
     found = []
     for k in range(TIMES):
-        KINDS[kind](rank, k, memory)
+        {**KINDS, "released": _released}[kind](rank, k, memory)
+        for _ in range(RECORDED):  # torch's flight recorder has the code of what called them
+            dist.barrier()
         gc.collect()
-        dist.barrier()
         symmplan.segments()
-        found.append(dict(state().device.taken))
+        device = state().device
+        found.append({**device.taken, "segments": device.segments})
     return found
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("memory", ["nccl", "cuda"])
-@pytest.mark.parametrize("kind", ["fsdp", "session"])
-def test_no_bytes_of_a_device_grow(two, kind, memory):
-    for found in two.run(on_devices, _taken, kind, memory):
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_bytes_of_a_device_grow(few_recorded, kind, memory):
+    for found in few_recorded.run(on_devices, _taken, kind, memory):
+        assert found[-1] == found[1], found
+
+
+@pytest.mark.ranks
+def test_a_release_gives_back_what_is_recorded_yet(two):
+    for found in two.run(on_devices, _taken, "released", "nccl"):
         assert found[-1] == found[1], found
 
 

@@ -201,7 +201,8 @@ class Pool:
         if nbytes:
             LOG.info(
                 "compiled functions of other backends hold %s bytes until they and their backends "
-                "are dropped, and torch.compiler.reset() is called",
+                "are dropped, torch.compiler.reset() is called, and torch's flight recorder has "
+                "forgotten their collectives (TORCH_FR_BUFFER_SIZE)",
                 f"{nbytes:,}",
             )
 
