@@ -163,12 +163,13 @@ class CompiledGraph:
         tell_undeclared(module)
         if not self.declares(module):
             return None
-        fitting, room = self._capture(module, name, fake_mode, saved, given)
+        fitting, room, all_to_alls = self._capture(module, name, fake_mode, saved, given)
         captured = fitting.captured
         if not captured.sites and not captured.problem.unplanned:
             return None
         lowerings, chosen = fitting.lowerings, fitting.chosen
         plan, captured = self._fit(fitting, captured, room)
+        all_to_alls.settle(captured)
         self.record.add(captured)
         self.record.plans[name] = plan
         self.pinned_inputs.plan(captured, name, lowerings.memory)
@@ -199,8 +200,8 @@ class CompiledGraph:
         fake_mode: Any,
         saved: Sequence[int],
         given: dict[str, Buffer],
-    ) -> tuple[Fitting, int | None]:
-        """The part, with how its collectives run, and how many bytes plans may take.
+    ) -> tuple[Fitting, int | None, AllToAlls]:
+        """The part, with how its collectives run, how many bytes plans may take, its all-to-alls.
 
         Collective: over the part's groups, the first time for them, and where algorithms are
             measured.
@@ -209,10 +210,10 @@ class CompiledGraph:
         names = list(dict.fromkeys(groups.values()))
         lowerings = self._prepare(names)
         preparation, room = self.pool.preparation, None
-        exchanged = AllToAlls(module, name, groups, self.pool)
-        bound(module, self.pool.bounds, self.record, exchanged.left_out)
+        all_to_alls = AllToAlls(module, name, groups, self.pool)
+        bound(module, self.pool.bounds, self.record, all_to_alls.left_out)
         if preparation.refusal is None and current() is None:
-            refused = {**refused, **exchanged.uneven(lowerings)}
+            refused = {**refused, **all_to_alls.uneven(lowerings)}
         asked: list[str] = []
         gather = functools.partial(self.pool.progress.gather, asked=asked)
         self.record.choices += pipeline(
@@ -243,7 +244,7 @@ class CompiledGraph:
         if preparation.refusal is not None:
             self.record.refused = preparation.reason
         self.record.choices += fitting.chosen.choices
-        return fitting, room
+        return fitting, room, all_to_alls
 
     def _room(self, name: str, lowerings: Lowerings) -> int | None:
         """Bytes that plans may take. Collective: the first time for the part's groups."""

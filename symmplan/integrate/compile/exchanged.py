@@ -4,8 +4,9 @@
     Ranks may send different numbers of rows to each other, but they must plan the same bytes. So
     before a part with all-to-alls is captured, its ranks tell each other the sizes. A call whose
     sizes differ stays in ordinary memory on all ranks, now and whenever its code is compiled again.
-    A rank may compile again alone, because its own sizes have changed, and asks nobody then. It
-    also asks nobody if all its parts are of one size that all ranks had before.
+    So does a call that has no placement with its first sizes, whatever the reason. A rank may
+    compile again alone, because its own sizes have changed, and asks nobody then. It also asks
+    nobody if all its parts are of one size that all ranks had before.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from symmplan.runtime.algorithms import has_unequal_parts
 from symmplan.torch_private.compilers import compiled_frame
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping
 
     from torch import fx
 
+    from symmplan.capture import Captured
     from symmplan.integrate.compile.parts import PartName
     from symmplan.integrate.compile.pool import Pool
     from symmplan.model import OpSpec
@@ -55,9 +57,18 @@ class AllToAlls:
         self._keys = {n: (compiled_frame(), name, i) for i, n in enumerate(self._calls)}
 
     @property
-    def left_out(self) -> Collection[fx.Node]:
-        """Those whose sizes were found to differ."""
-        return [n for n, key in self._keys.items() if self._pool.exchanged.get(key, ()) is None]
+    def left_out(self) -> dict[fx.Node, str]:
+        """Those that stay in ordinary memory for good, and why."""
+        found = {n: self._pool.exchanged.get(key) for n, key in self._keys.items()}
+        return {node: why for node, why in found.items() if isinstance(why, str)}
+
+    def settle(self, captured: Captured) -> None:
+        """Leave those in ordinary memory for good that have no placement with their first sizes."""
+        for node, key in self._keys.items():
+            first = len(self._pool.exchanged.get(key) or ()) == 1
+            reasons = [s.reason for s in captured.at(node) if s.reason]
+            if first and reasons and all(s.buffer is None for s in captured.at(node)):
+                self._pool.exchanged[key] = reasons[0]
 
     def uneven(self, lowerings: Lowerings) -> dict[fx.Node, str]:
         """Those that stay in ordinary memory, and why. See [Note: uneven all-to-alls].
@@ -68,7 +79,7 @@ class AllToAlls:
         new: dict[str, dict[fx.Node, list[Any]]] = {}
         for node, key in self._keys.items():
             sizes, known = self._sizes(node, lowerings), exchanged.setdefault(key, set())
-            if known is None or None in sizes:  # it stays out on all ranks
+            if isinstance(known, str) or None in sizes:  # it stays out on all ranks
                 continue
             if tuple(sizes) not in known or has_unequal_parts(node):
                 new.setdefault(self._groups[node], {})[node] = sizes
@@ -80,8 +91,8 @@ class AllToAlls:
                 for i, (node, sizes) in enumerate(mine.items()):
                     key = self._keys[node]
                     same = all(_is_same(other, i, sizes) for other in said[name])
-                    exchanged[key] = {*(exchanged[key] or ()), tuple(sizes)} if same else None
-        return dict.fromkeys(self.left_out, UNEVEN)
+                    exchanged[key] = {*exchanged[key], tuple(sizes)} if same else UNEVEN
+        return self.left_out
 
     def _sizes(self, node: fx.Node, lowerings: Lowerings) -> list[Any]:
         """What the plan depends on: bytes of its tensors, and whether it can be placed at all."""

@@ -55,8 +55,8 @@ class Pool:
         missed: How often a pinned input was not in its placement and was copied there.
         away: What was not in its placement when it was last used; as `CompileBackend.staged`.
         rooms: How many bytes plans may take, by their process groups.
-        exchanged: Sizes of each all-to-all that all ranks had alike, None if they differed; see
-            `symmplan.integrate.compile.exchanged`.
+        exchanged: Sizes of each all-to-all that all ranks had alike, or why it stays in ordinary
+            memory; see `symmplan.integrate.compile.exchanged`.
         bounds: The largest size that was planned last, by Dynamo's frame and the size's name.
     """
 
@@ -72,7 +72,7 @@ class Pool:
     missed: int = field(init=False, default=0)
     away: dict[Any, tuple[str, str, str, str]] = field(init=False, factory=dict)
     rooms: dict[tuple[Any, ...], int] = field(init=False, factory=dict)
-    exchanged: dict[Any, set[Any] | None] = field(init=False, factory=dict)
+    exchanged: dict[Any, set[Any] | str] = field(init=False, factory=dict)
     progress: Progress = field(init=False)
     _shared: dict[Any, Shared] = field(init=False, factory=dict)
 

@@ -40,13 +40,13 @@ def _trained(x, sends, gets):
 PROGRAMS = {f.__name__[1:]: f for f in (_there_and_back, _trained)}
 
 
-def _run(rank, world, program, tables, options):
+def _run(rank, world, program, tables, options, dynamic=None, columns=8):
     torch.compiler.reset()
     f, backend = PROGRAMS[program], symmplan.backend(memory="shm", timeout=30.0, **options)
-    compiled = torch.compile(f, backend=backend)
+    compiled = torch.compile(f, backend=backend, dynamic=dynamic)
     for step, table in enumerate(tables):
         sends, gets = table[rank], [row[rank] for row in table]
-        x = torch.arange(sum(sends) * 8.0).view(-1, 8) / 8 + rank + step
+        x = torch.arange(sum(sends) * columns * 1.0).view(-1, columns) / 8 + rank + step
         inputs = [x.clone().requires_grad_(program == "trained") for _ in range(2)]
         got, want = (g(i, sends, gets) for g, i in zip((compiled, f), inputs, strict=True))
         assert torch.equal(got, want), step
@@ -59,6 +59,43 @@ def _run(rank, world, program, tables, options):
     backend.release()
     kinds = ("all_to_all", "all_reduce")
     return reasons, *(any(kind in op for op in placed) for kind in kinds)
+
+
+#: Even at first; then one rank keeps more or fewer rows to itself, and alone compiles again.
+ALONE = [[[2, 2], [2, 2]], [[3, 2], [2, 2]], [[3, 2], [2, 0]], [[2, 2], [2, 2]], [[1, 2], [2, 2]]]
+#: Why all-to-alls have no placement from the first on.
+ORDINARY = {
+    "ruled": {"choose": "ordinary"},
+    "measured": {"choose": "measure"},
+    "demoted": {"capacity": 0},
+    "demoted, but for the sum": {"capacity": 6000},
+}
+
+
+def _one_alone(rank, world, program, why, dynamic):
+    """What is placed, and what the all-to-alls do, where one rank compiles again alone."""
+    from symmplan.runtime import trials
+
+    fastest, trials.fastest = trials.fastest, lambda *_, **__: "ordinary"
+    try:
+        with torch._dynamo.config.patch(recompile_limit=32):
+            options = {"inner": "eager", **ORDINARY[why]}
+            return _run(rank, world, program, ALONE, options, dynamic, 512)
+    finally:
+        trials.fastest = fastest
+
+
+@pytest.mark.parametrize("dynamic", [False, None])
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("why", ORDINARY)
+def test_a_rank_compiles_ordinary_ones_again_alone(two, program, why, dynamic):
+    found = two.run(_one_alone, program, why, dynamic)
+    assert found[0] == found[1]
+    reasons, exchanged, summed = found[0]
+    assert reasons
+    assert UNEVEN not in reasons
+    assert not exchanged
+    assert summed == (why == "demoted, but for the sum" and program == "there_and_back")
 
 
 def _judge(found, tables):
