@@ -57,7 +57,7 @@ def cut_rectangle(
 
 
 def loosened(intervals: list[Interval], *, seed: int = 0, per_mille: int = 20) -> list[Interval]:
-    """The same with some pieces shrunk in size or time, so that a little room is left.
+    """A perfect packing with some pieces shrunk in size or time, so that a little room is left.
 
     Args:
         intervals: A perfect packing.

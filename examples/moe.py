@@ -87,7 +87,7 @@ def train(rank: int, world_size: int, store: str) -> None:
 
 
 class _Alone:
-    """The same for a rank that has all experts."""
+    """The model on a rank that has all experts."""
 
     def routes(self, _counts: torch.Tensor) -> None:
         return None

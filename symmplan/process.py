@@ -103,7 +103,7 @@ class Process:
     #: read by `symmplan.segments`.
     arenas: WeakValueDictionary[int, Any] = field(factory=WeakValueDictionary)
     arenas_made: int = 0
-    #: The segment cache: ``{number: Arena}`` of what nobody leases: written by `Arena`, read and
+    #: The segment cache: ``{number: Arena}`` of those without leases: written by `Arena`, read and
     #: emptied by `symmplan.memory.cache`.
     cache: dict[int, Any] = field(factory=dict)
     #: ``{(ranks, memory backend, device): {number: Arena}}`` of the segments that the programs of

@@ -6,7 +6,7 @@ import ast
 import re
 
 import pytest
-from paths import ROOT
+from paths import ROOT, parsed
 
 #: ``{a word that was given up: what to say}``, in names of the package.
 NAMES = {
@@ -61,6 +61,8 @@ PHRASES = {
     r"\bdepart(?:s|ed|ure)\b from (?:its|the|a) plan": "diverge",
     r"\bboards?\b": "epoch counters",
     # Turns of a sentence that need a second reading.
+    # Docstrings that only those understand who have read the one before.
+    r'"""(?:The same\b|As of\b|As `)': "what it is, or does",
     r"\bby then\b": "the moment, by its name",
     r"\bin vain\b": "what fails",
     r"\b(?:thereof|that which)\b": "the noun",
@@ -82,7 +84,7 @@ def words_of(name: str) -> list[str]:
 def names_of(source: str) -> set[str]:
     """All that a file names itself: classes, functions, arguments, variables, attributes."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.arg):
@@ -167,6 +169,8 @@ def test_an_old_name_is_found(source):
         "it ran otherwise than planned",
         "modules that have bytes at once",
         "that is all there is.",
+        '"""The same for groups."""',
+        '"""As of `Plan`."""',
     ],
 )
 def test_an_old_phrase_is_found(text):

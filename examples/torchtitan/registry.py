@@ -45,7 +45,7 @@ def plain() -> Trainer.Config:
 
 
 def with_symmplan() -> PlannedTrainer.Config:
-    """The same, with its own folder for what is saved."""
+    """The steps of `plain` with symmplan, and a folder of their own for what is saved."""
     config = planned(plain())
     config.checkpoint.folder = "with_symmplan"
     return config

@@ -300,7 +300,7 @@ class _Exchanging:
 
 
 class _Graph(_Exchanging):
-    """The same in CUDA graphs: one of what is timed, one of what a combine has behind it."""
+    """Exchanges in CUDA graphs: one of what is timed, one of what a combine has behind it."""
 
     def __init__(self, work: _Layers, via: Any) -> None:
         import torch

@@ -173,7 +173,7 @@ class Recording:
         return result
 
     def with_drops(self, drops: Sequence[Moment | None]) -> Recording:
-        """The same with other drops, those of one moment in the order of their buffers.
+        """This recording with other drops, those of one moment in the order of their buffers.
 
         One behind more tenants than there are comes behind the last.
         """

@@ -257,7 +257,7 @@ class _Side:
         raise error
 
     def is_complete(self, phase: str) -> bool:
-        """The same by looking for each rank's value: the last rank may have ended before its word.
+        """Whether each rank's value is there. The last rank may have ended before it said so.
 
         Raises:
             PeerLostError: A rank's value is missing and its process is, too.
@@ -294,7 +294,7 @@ class _Side:
         raise self.group.timed_out(missing, f"in {phase!r}", timeout, phase=phase)
 
     def clean_up(self) -> None:
-        """Delete all keys. The last rank to come here does it: nobody reads any more."""
+        """Delete all keys. The last rank that comes here does it: no peer reads them any more."""
         ranks = range(self.group.size)
         if self._store.add(f"{self.prefix}/left", 1) < len(ranks):
             return

@@ -55,7 +55,7 @@ def in_own_work() -> bool:
 
 
 def at_drop(thing: Any, act: Callable[[], None]) -> weakref.finalize[..., Any]:
-    """Do something once nobody has an object any more. See [Note: dropped objects].
+    """Do something once an object is dropped. See [Note: dropped objects].
 
     Args:
         thing: The object, to which ``act`` must not refer.

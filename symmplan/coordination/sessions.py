@@ -67,7 +67,7 @@ class SessionKeys:
     def renew(self) -> None:
         """Exchange below other keys from now on.
 
-        Collective: yes, in that all ranks must do it. Nobody waits.
+        Collective: yes, in that all ranks must do it. It does not wait for peers.
         """
         self._part += 1
 
@@ -138,7 +138,7 @@ def current_keys() -> SessionKeys | None:
 def enter_session(group: Group) -> SessionKeys:
     """This rank begins its next session with ``group``. See [Note: keys of a session].
 
-    Collective: yes, in that every rank must enter equally many. Nobody waits.
+    Collective: yes, in that every rank must enter equally many. It does not wait for peers.
     """
     number = 0
     if group.size > 1:

@@ -86,7 +86,7 @@ class Device:
     # What it is among others.
 
     def uuid(self) -> str:
-        """Names it among all devices; empty if nobody says."""
+        """A name of the device among all devices; empty if it has none."""
         return ""
 
     def blocked(self) -> list[str]:

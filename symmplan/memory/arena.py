@@ -104,7 +104,7 @@ class Arena:
         )
 
     def know(self) -> None:
-        """Be an arena of this process, whose memory is given back once nobody has it."""
+        """Register with this process, which gives the memory back once nothing refers to it."""
         PROCESS.arenas[self.number] = self
         self._drop = at_drop(self, copy.copy(self).dropped)
 

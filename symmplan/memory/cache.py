@@ -1,4 +1,4 @@
-"""The segment cache: segments that nobody leases any more, kept for the next plan.
+"""The segment cache: segments without leases, kept for the next plan.
 
 [Note: windows that stay]
     Torch 2.11 registers a segment as a window of NCCL's communicator and frees it without taking
@@ -46,7 +46,7 @@ def fits(plan: Plan, arena: Arena) -> bool:
 
 
 def cached_bytes(device: torch.device) -> int:
-    """Bytes of the largest arena that nobody uses. Collective: no."""
+    """Bytes of the largest arena that is not in use. Collective: no."""
     cached = PROCESS.cache.copy().values()
     return max((a.segment_bytes for a in cached if _device_of(a) == device), default=0)
 

@@ -130,7 +130,7 @@ class OpCall:
     ) -> Callable[..., None]:
         """What makes the call, as often as wanted: handshake, run the body, release.
 
-        If the body fails, nobody may use the arena again.
+        If the body fails, the arena cannot be used again.
 
         Args:
             body: Is given the call's tensor that may be any. What it returns is raised on the way

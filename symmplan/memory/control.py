@@ -143,7 +143,7 @@ class ControlArea:
             self._words[_STATUS] = _BROKEN
 
     def mark_released(self) -> None:
-        """The same, after an orderly end."""
+        """Tell the peers that this rank has released its arena after an orderly end."""
         if self.status == _WELL:
             self._words[_STATUS] = _RELEASED
 

@@ -235,7 +235,7 @@ class HostsMeeting(Meeting):
         self.counterparts.close()
 
     def leave(self) -> None:
-        """See `Rendezvous.leave`. Nobody of another host has touched anything."""
+        """See `Rendezvous.leave`. Ranks of other hosts have not touched any bytes."""
         self._meet()
 
     def told(self) -> list[tuple[int, ...]]:

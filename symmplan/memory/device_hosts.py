@@ -135,7 +135,7 @@ class DeviceHostsMeeting(TorchRendezvous):
 
     @own_work
     def leave(self) -> None:
-        """See `Rendezvous.leave`. Nobody of another host has touched anything."""
+        """See `Rendezvous.leave`. Ranks of other hosts have not touched any bytes."""
         dist.all_reduce(self._token, group=self.counterparts.here)
 
     @own_work

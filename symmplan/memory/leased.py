@@ -46,7 +46,7 @@ class _Owner:
 
 
 def lease_out(tensor: torch.Tensor, on_drop: Callable[[], None] = lambda: None) -> torch.Tensor:
-    """The same bytes as another storage, which reports its end.
+    """A tensor on the bytes of another, with a storage of its own that reports its end.
 
     Args:
         tensor: Contiguous; kept alive as long as the result.
@@ -81,7 +81,7 @@ def lease_again(
     name: str,
     on_drop: Callable[[], None],
 ) -> torch.Tensor:
-    """As `lease_out`, but all of a name get one storage as long as some tensor has it.
+    """A tensor as of `lease_out`; all of one name share a storage while some tensor has it.
 
     Args:
         tensor: One-dimensional uint8.

@@ -40,7 +40,7 @@ class PlacedTensor:
     _rendezvous: Rendezvous = field(repr=False, alias="rendezvous")
 
     def peer(self, rank: int) -> torch.Tensor:
-        """The same tensor (type, shape, strides, offset) in the memory of ``rank``.
+        """This tensor (type, shape, strides, offset) in the memory of ``rank``.
 
         Raises:
             BackendError: There is no such rank, or this process cannot address its memory.

@@ -228,7 +228,7 @@ class _Hosts:
         return min(room.nbytes, room.at_once) >= nbytes
 
     def _made(self, spec: SegmentSpec, nbytes: int, number: int) -> Arena:
-        """Another segment, of which nobody has a part yet. Collective: yes."""
+        """Another segment, with no parts yet. Collective: yes."""
         group = spec.groups[0]
         problem = Problem(
             buffers=(Buffer("parts", nbytes, group),),

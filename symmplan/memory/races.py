@@ -368,7 +368,7 @@ def _told(rank: int, text: bytes) -> RaceError:
 
 
 def _again(error: RaceError) -> RaceError:
-    """The same error, without the frames that it has been through: they hold memory."""
+    """A copy of an error without the frames that it has been through: they hold memory."""
     kind, arguments = error.__reduce__()
     again: RaceError = kind(*arguments)
     return again
@@ -401,7 +401,7 @@ def touch(
 
 
 def touch_bytes(address: int, nbytes: int, *, write: bool) -> None:
-    """The same for bare bytes."""
+    """Bytes at an address are accessed. Nothing if they lie in no watched segment."""
     found = _find(address)
     if found is not None and nbytes:
         segment, owner, low = found

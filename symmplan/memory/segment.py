@@ -93,7 +93,7 @@ class Rendezvous:
 
     @property
     def near_peers(self) -> tuple[torch.Tensor, ...]:
-        """The same of the ranks of this host, of a group on several."""
+        """The bytes of each rank of this host, if the group is on several; else of all ranks."""
         return self._peers
 
     @property
@@ -172,7 +172,7 @@ class Segment:
         leases: ``(begin, end, lease)`` in bytes of the host; see `symmplan.runtime.leases`.
         unmet: Process groups with which some rank could not register it, or its host. Ranks that
             could would not do it again with those that try again.
-        tenant: Weakly, who would move elsewhere with all that it has here; None if nobody.
+        tenant: The tenant that can move elsewhere with all that it has here, weakly, or None.
     """
 
     def __init__(
@@ -390,7 +390,7 @@ def locate(tensor: torch.Tensor) -> tuple[Segment, int] | None:
 def located(
     tensor: torch.Tensor, name: str, *, fix: str, by: str = "", **fields: Any
 ) -> tuple[Segment, int]:
-    """As `locate`, of a tensor that errors call ``name``, with ``by`` before it.
+    """The live segment of a tensor and its offset; errors call it ``name``, with ``by`` before.
 
     Raises:
         NotSymmetricError: It lies in no live segment, or is no tensor.

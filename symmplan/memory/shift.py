@@ -63,7 +63,7 @@ def splits(
 def shift_out(
     input: torch.Tensor, distance: int, group_size: int, group_name: str, *, out: torch.Tensor
 ) -> Callable[..., Any]:
-    """The same into ``out``, which is symmetric; on devices see [Note: shifts on devices]."""
+    """Shift into ``out``, which is symmetric; on devices see [Note: shifts on devices]."""
     call = OpCall("shift_out", out, "out", group_name)
     call.check_group_size(group_size)
     call.check_types(input, out)

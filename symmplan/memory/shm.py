@@ -57,7 +57,7 @@ class _Own:
     control: ControlArea
     data: int  # bytes of the file before its control area
     starts: dict[str, int]  # of each group's part of that
-    log: int = 0  # first byte of the log of accesses; 0 if nobody looks for races
+    log: int = 0  # first byte of the log of accesses; 0 if races are not looked for
     watched: WatchedSegment | None = None
     mapped: dict[tuple[int, int], mmap.mmap] = field(factory=dict)  # peers' files, by inode
 
@@ -311,7 +311,7 @@ def _not_ours(group: Group, who: str) -> BackendError:
 
 
 def _levels(offers: Sequence[_Offer], group: Group) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """As `counterparts_of`, where the group can be served.
+    """What `counterparts_of` finds, for a group that can be served.
 
     Raises:
         BackendError: It is on several hosts that two levels do not serve.

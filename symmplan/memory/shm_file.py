@@ -72,7 +72,7 @@ def free_bytes() -> int:
 
 
 def unguessable_name() -> str:
-    """A name for a file in `DIRECTORY` that nobody can squat on."""
+    """A name for a file in `DIRECTORY` that others cannot guess, and so cannot take first."""
     return f"symmplan-{secrets.token_hex(16)}"
 
 

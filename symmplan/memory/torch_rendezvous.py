@@ -106,7 +106,7 @@ class TorchRendezvous(Rendezvous):
         self.handle.barrier(channel=_CHANNEL, timeout_ms=int(seconds * 1000))
 
     def barrier_beside(self) -> None:
-        """The same, for a stream beside which others have barriers of the program."""
+        """A barrier of a stream beside which other streams have barriers of the program."""
         if self._token is not None:  # NCCL tells collectives of several streams apart
             self.barrier()
             return

@@ -238,7 +238,7 @@ class TorchSymmBackend:
     def _at_last(
         self, nbytes: int, device: torch.device, groups: Sequence[Group]
     ) -> tuple[torch.Tensor, Callable[[], None]]:
-        """As `_allocated`, if need be of what torch's caching allocator keeps for later."""
+        """Allocate, if need be after torch's caching allocator has returned what it keeps."""
         try:
             return self._allocated(nbytes, device, groups)
         except RuntimeError:

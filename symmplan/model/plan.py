@@ -143,11 +143,11 @@ class Budget:
 
 @frozen
 class Alternative:
-    """The same program planned otherwise, for `Plan.advice` to try.
+    """Another way to run the program of a plan, for `Plan.advice` to try.
 
     Attributes:
         unsharded_modules: How many modules may be unsharded at the same time.
-        problem: The program's problem then.
+        problem: What the program needs if it runs so.
         parameters: Names of the buffers that are the parameters themselves; see
             `symmplan.planner.parameters`.
         slots: Names of the buffers that may have bytes of those.

@@ -198,7 +198,9 @@ class _Meetings:
                 items.update(need.items)
 
     def meet_around(self, needs: Iterable[Need]) -> list[int]:
-        """The same for needs from one run of the program to the next, which `meet` has looked at.
+        """Add barriers for needs from one run of the program to the next.
+
+        `meet` has looked at these needs.
 
         Any meetings after the earlier use, in the old run, or before the later one, in the new run,
         will do.

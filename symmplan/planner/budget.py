@@ -103,7 +103,7 @@ class Demotable:
     needed: bool = False
 
     def costs(self, algorithm: AlgorithmName) -> float | None:
-        """Seconds in all that another algorithm costs more; None if nobody knows."""
+        """Seconds in all that another algorithm costs more; None if they were not measured."""
         if algorithm in self.known:
             return self.calls * self.known[algorithm]
         if self.algorithm in self.seconds and algorithm in self.seconds:

@@ -48,7 +48,7 @@ class _Use:
     write: bool
     early: bool  # peers may touch this rank's bytes before this rank has started the call
     late: bool  # and after it has ended
-    handshake: bool  # nobody touches a byte before all ranks have started the call
+    handshake: bool  # no rank touches a byte before all ranks have started the call
     release: bool  # all are done when it ends
 
 

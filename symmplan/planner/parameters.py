@@ -1,4 +1,4 @@
-"""Where parameters live in a segment: at one address each, in bytes that nobody else leases.
+"""Where parameters live in a segment: at one address each, in bytes that no other lease has.
 
 [Note: bytes of the parameters]
     A gather that fills parameters themselves cannot give way to somebody who keeps a buffer for

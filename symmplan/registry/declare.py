@@ -366,7 +366,7 @@ def overruled_note(dropped: tuple[str, ...]) -> str:
 
 
 def _adopt(schema: Schema, names: Sequence[str]) -> OpSpec:
-    """The spec of what upstream's registry holds for an op that nobody else declares.
+    """The spec of what upstream's registry holds for an op without another declaration.
 
     What of it does not fit the op is told, and left out: plain torch compiles such a program.
     """

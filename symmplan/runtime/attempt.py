@@ -59,7 +59,7 @@ class Refusal:
 
     @property
     def reason(self) -> str:
-        """The same in short."""
+        """The cause in a few words."""
         return f"no symmetric memory: {self.what}"
 
     @staticmethod

@@ -72,7 +72,7 @@ class Case:
 
     @property
     def by_itself(self) -> Self:
-        """The same without concurrent collectives."""
+        """This case without its concurrent collectives."""
         return evolve(self, concurrent=None)
 
     @property
@@ -102,7 +102,7 @@ class Case:
         )
 
     def part(self, largest: int) -> Self:
-        """The same case with tensors cut to so many bytes of inputs or results at most."""
+        """This case with tensors cut to ``largest`` bytes of inputs or results at most."""
         factor = largest / max(*self.sizes(), 1)
         if factor >= 1:
             return self

@@ -198,7 +198,7 @@ def _nearest(algorithm: str, case: Case) -> Algorithm:
 
 
 def _with_concurrent(cases: Iterable[Case]) -> list[Case]:
-    """The same cases, each followed by its concurrent collectives."""
+    """Cases, each followed by its concurrent collectives."""
     return [c for case in cases for c in (case, case.concurrent) if c is not None]
 
 

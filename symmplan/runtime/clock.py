@@ -205,7 +205,7 @@ class Clock:
 
 
 class _DeviceClock(Clock):
-    """The same on an accelerator. See [Note: what is timed]."""
+    """Times calls on an accelerator, by events. See [Note: what is timed]."""
 
     often = 16
     _rows = 4096

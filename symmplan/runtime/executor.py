@@ -57,7 +57,7 @@ class Executor:
     def lease_out(
         self, base: torch.Tensor, on_drop: Callable[[], None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same bytes as a storage that reports its end, and what to keep of it meanwhile."""
+        """A tensor on the bytes of ``base`` that reports its end, and what to keep until then."""
         return lease_out(base, on_drop), base
 
     def leased(self, kept: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:

@@ -55,7 +55,7 @@ class Lease:
     Attributes:
         stream: The stream on which they are filled, None on the CPU.
         live: Whether it was not dropped yet.
-        owner: Who can be asked to leave, weakly; None if nobody can.
+        owner: The object that can be asked to leave, held weakly; None if there is none.
         name: What it is of, for people.
     """
 
@@ -116,7 +116,7 @@ class StorageLease(Lease):
     Attributes:
         tensor: The whole storage, as its maker shapes it.
         storage: Address of its storage's description, by which a tensor on it is known.
-        uses: How many users the storage has when nobody else holds it.
+        uses: How many users the storage has when only the lease's own objects hold it.
     """
 
     tensor: torch.Tensor

@@ -69,7 +69,7 @@ def leave(listener: Recording | None) -> None:
 
 
 def silence() -> None:
-    """Nobody listens any more."""
+    """Stop listening."""
     PROCESS.listeners.clear()
     _end()
 

@@ -85,7 +85,7 @@ class PipelineCase(Case):
 
     @property
     def _narrowed(self) -> Self:
-        """The same with half as many columns of what is sent."""
+        """This case with half as many columns of what is sent."""
         if self.gathers:
             return self._with(self.rows, self.columns // 2, self.widths)
         return self._with(self.rows, self.columns, tuple(n // 2 for n in self.widths))

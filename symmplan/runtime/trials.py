@@ -323,7 +323,7 @@ def _now(case: Case, other: Case, program: Iterable[Case], groups: Mapping[str, 
 
 
 def _often(act: Act, times: int) -> Act:
-    """The same several times, one after the other."""
+    """An act that runs ``act`` several times, one after the other."""
 
     def run(beside: Callable[[], None]) -> None:
         for _ in range(times - 1):

@@ -97,7 +97,7 @@ class Table:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """As `read_table` reads it."""
+        """The table as JSON, which `read_table` reads."""
         rows = [asdict(row) for row in self.rows]
         head = {"format": _FORMAT, "version": _VERSION, "memory": self.memory}
         return json.dumps({**head, "rows": rows}, indent=1)

@@ -196,7 +196,7 @@ def simulate(
 
 
 def _unheard(_: str) -> None:
-    """Nobody wants to be told."""
+    """Do nothing: a simulation does not report progress here."""
 
 
 def _left(share: float, passed: float) -> str:
@@ -271,7 +271,7 @@ def _size(call: SimulatedCall) -> int:
 
 
 def _call(op: Any, args: Sequence[Any], results: Any) -> SimulatedCall | None:
-    """A collective that nobody plans, None for what is none."""
+    """A collective that is not planned; None if the op is no collective."""
     group = ""
     for given in args[0]:
         if isinstance(given, dist.ProcessGroup):

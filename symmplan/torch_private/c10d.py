@@ -257,7 +257,7 @@ def start_all_to_all(
     sent: Sequence[int] = (),
     asynchronous: bool = True,
 ) -> Any:
-    """The same without the wait, also of parts of so many rows; returns the work. Collective."""
+    """Start an all-to-all, also of parts of so many rows; returns its work. Collective."""
     options = dist.AllToAllOptions()
     options.asyncOp = asynchronous
     return group.alltoall_base(output, source, list(received), list(sent), options)

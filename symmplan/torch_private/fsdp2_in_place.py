@@ -79,7 +79,7 @@ def group_of(group: Any) -> Any:
 
 
 def result_of(group: Any) -> Any:
-    """What FSDP2 keeps of a gather that nobody has waited for; None if there is none."""
+    """What FSDP2 keeps of a gather that is not yet waited for; None if there is none."""
     return group._all_gather_result
 
 

@@ -117,7 +117,7 @@ def _made(like: Any, ranks: Sequence[int], options: Any, what: str) -> Any:
 
 
 def communicator_bytes(groups: Sequence[Any]) -> int | None:
-    """Bytes of devices that the communicators of some groups have; None where nobody says.
+    """Bytes of devices that the communicators of some groups have; None where NCCL does not say.
 
     Source: Backend.memory_stats, from torch 2.12 and NCCL 2.29.7 on.
     """

@@ -92,7 +92,7 @@ class _Watched(dist.Work):
 
 @functools.cache
 def finished() -> Any:
-    """A work that is over, whose results nobody asks it for.
+    """A work that is over, and has no results of its own.
 
     One for all, as a box does not keep its Python half.
     """

@@ -158,7 +158,7 @@ class _SplitExperts:
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """As the class it was. Collective: yes, and so is its backward."""
+        """What the original class computes, over all ranks. Collective: yes, also its backward."""
         here: Any = super()
         return self._symmplan_run(
             here.forward, self.num_experts, hidden_states, top_k_index, top_k_weights

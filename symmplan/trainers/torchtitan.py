@@ -75,7 +75,7 @@ class PlannedTrainer(Trainer):
         self.handles += [apply(part, **options) for part in self.model_parts]
 
     def forward_backward_step(self, **inputs: Any) -> torch.Tensor:
-        """As torchtitan does; then plan what the first one did. Collective: yes."""
+        """Run torchtitan's step; after the first one, plan what it did. Collective: yes."""
         loss: torch.Tensor = super().forward_backward_step(**inputs)
         for handle in self.handles:
             if not handle.planned:
@@ -83,7 +83,7 @@ class PlannedTrainer(Trainer):
         return loss
 
     def train_step(self, data_iterator: Any) -> None:
-        """As torchtitan does; then log the numbers, as often as torchtitan. Collective: yes."""
+        """Run torchtitan's step, then log the numbers, as often as torchtitan. Collective: yes."""
         super().train_step(data_iterator)
         if self.metrics_processor.should_log(self.step):
             self.metrics_processor.logger.log(self._numbers(), self.step)
@@ -106,7 +106,7 @@ class PlannedTrainer(Trainer):
 
 
 def planned(config: Trainer.Config) -> PlannedTrainer.Config:
-    """The same config for `PlannedTrainer`.
+    """The config of a `PlannedTrainer` that trains what another config does.
 
     Args:
         config: What a function of torchtitan's config registries returns.

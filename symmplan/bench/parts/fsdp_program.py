@@ -38,7 +38,7 @@ class ProgramSide(Side):
 
     @property
     def collectives(self) -> int:
-        """Nobody knows how many; 0."""
+        """0: how many collectives the user's program has is not known."""
         return 0
 
     def advance(self) -> None:

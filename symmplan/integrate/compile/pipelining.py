@@ -379,7 +379,7 @@ class _Parts:
         return self.reshape(mine, rows.part, columns)
 
     def _erase(self, nodes: Iterable[fx.Node]) -> None:
-        """Drop what nobody reads any more."""
+        """Drop nodes that no other node reads any more."""
         for node in nodes:
             if not node.users:
                 self.graph.erase_node(node)

@@ -115,7 +115,7 @@ class Place:
 
     @property
     def can_move(self) -> bool:
-        """Whether nobody looks at its bytes but the tensor that lives there."""
+        """Whether only the tensor that lives there looks at its bytes."""
         return not self.lease.held or (self._living() is not None and self._is_lived_in_alone)
 
     @property
@@ -235,12 +235,12 @@ class PinnedPart:
 
     @contextmanager
     def still(self) -> Iterator[int | None]:
-        """As of a `symmplan.runtime.tenants.Tenant`."""
+        """A context in which no graph uses the places, if all can move. See `Tenant.still`."""
         free = all(place.can_move for place in self.places.values())
         yield self._still() if free else None
 
     def move_in(self, there: Arena) -> None:
-        """The same."""
+        """Move all places to another arena. See `Tenant.move_in`."""
         for buffer, place in self.places.items():
             place.move(there, buffer)
         old, self.arena = self.arena, there

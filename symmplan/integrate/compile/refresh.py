@@ -85,7 +85,7 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _interchangeable(node: fx.Node, new: Any, old: Any) -> bool:
-    """Whether nobody can tell the old value from the new: neither is an alias of anything."""
+    """Whether the new value can stand for the old one: neither is an alias of anything."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or any(r.alias_info is not None for r in schema.returns):
         return False

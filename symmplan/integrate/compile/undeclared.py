@@ -1,4 +1,4 @@
-"""Ops of a graph that run over process groups, and of which nobody has declared anything."""
+"""Ops of a graph that run over process groups and have no declaration."""
 
 from __future__ import annotations
 

@@ -90,22 +90,22 @@ class Frozen:
 
     @property
     def lasts(self) -> bool:
-        """As of a `Tenant`."""
+        """Yes: a session has its bytes also between its iterations."""
         return True
 
     @property
     def movable(self) -> bool:
-        """As of a `Tenant`."""
+        """Whether the session may get other bytes between two iterations."""
         return not self.stays and synchronizes_once(self.arena)
 
     @property
     def align(self) -> int:
-        """As of a `Tenant`."""
+        """The strictest alignment of its buffers, in bytes."""
         return max((b.align for b in self.plan.problem.buffers), default=1)
 
     @contextlib.contextmanager
     def still(self) -> Iterator[int | None]:
-        """As of a `Tenant`."""
+        """A context in which no iteration runs; 0 if it may move meanwhile. See `Tenant.still`."""
         here = threading.get_ident() == self._thread  # else its place in the program is not known
         yield 0 if here and not self.stays else None
 
@@ -146,7 +146,7 @@ class Frozen:
             there.give_back()
 
     def let_go(self, device: torch.device, *, failed: bool) -> None:
-        """Give the memory back; ``failed`` if the session did. Tells nobody."""
+        """Give the memory back; ``failed`` if the session did. Collective: no."""
         self.forget()
         if failed and kind_of(device).is_accelerator:
             return  # a kernel may wait for a peer for ever, in memory that must not go
@@ -154,7 +154,7 @@ class Frozen:
         self.arena.give_back()
 
     def forget(self) -> None:
-        """It is over: what it says stays, what it held goes. Tells nobody."""
+        """End it: what it reports stays, what it held is dropped. Collective: no."""
         self.stays = True
         self.events, self.tail, self.leaving = [], [], {}
         there, self.there = self.there, None

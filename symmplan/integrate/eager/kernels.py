@@ -48,7 +48,7 @@ class Cursor:
 
     Args:
         serve: Runs a declared op of the program.
-        waited: Hears of tensors that were waited for; None if nobody needs to.
+        waited: Called with tensors that were waited for; None if that is not needed.
         roles: The streams.
         is_program: Whether the thread that asks is one of the program.
 

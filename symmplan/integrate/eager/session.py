@@ -372,7 +372,7 @@ class Session(OfOneProcess):
             self._frozen.let_go(self._device, failed=self._faults.failed)
 
     def _forget(self) -> None:
-        """Serve no more. Tells nobody."""
+        """Stop serving calls. Collective: no."""
         if self._recording is not None:
             self._recording.stop()
             self._recording = None

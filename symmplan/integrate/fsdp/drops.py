@@ -23,7 +23,7 @@ __all__ = ["merged"]
 def merged(
     recordings: Sequence[Recording], groups: Mapping[str, Any], timeout: float
 ) -> list[Recording]:
-    """The same recordings with the latest drops of all ranks. See [Note: the latest drop counts].
+    """Recordings with the latest drops of all ranks. See [Note: the latest drop counts].
 
     Where ranks recorded other collectives, theirs are not looked at: their plans will differ, and
     the comparison of plans says how.

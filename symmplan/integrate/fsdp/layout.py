@@ -42,9 +42,9 @@ class Gathered:
 
 @frozen(eq=False)
 class Asked(Gathered):
-    """The same of a gather that has to wait for room.
+    """What FSDP2 keeps of a gather that has to wait for room.
 
-    FSDP2 forgets it where it forgets a gather that nobody waited for.
+    FSDP2 forgets it where it forgets a gather that was started and not waited for.
 
     Attributes:
         key: Which collective.

@@ -383,7 +383,7 @@ class Memory:
         self._pushes.clear()
 
     def let_go(self) -> None:
-        """Give older segments back in which nobody has buffers any more.
+        """Give older segments back once no buffers are left in them.
 
         Collective: no.
         """

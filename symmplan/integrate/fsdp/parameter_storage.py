@@ -109,7 +109,7 @@ class ParameterStorage:
         self.take_addresses()
         # Who keeps a view of parameters longer than their bytes.
         weakref.finalize(self, _take, self._addresses).atexit = False
-        self._alone = self._in_use()  # how often if nobody has views
+        self._alone = self._in_use()  # how often if there are no views
         # FSDP2's own tensors, without bytes: to go back there takes no memory that it would not.
         self._own: list[fsdp2_in_place.Emptied | None] = []
 

@@ -419,7 +419,8 @@ def _lies(tenant: Tenant, arena: Arena | None, there: Mapping[str, Placement]) -
 def _needs(number: int, tenant: Tenant, arena: Arena | None) -> tuple[Buffer, ...]:
     """What a tenant has of each of its segments.
 
-    Who lasts stays where it is in an arena: it may have its bytes longer than the last plan.
+    A tenant that lasts keeps its offset in the arena, because it may use its bytes for longer
+    than the plan that gave them.
     """
     hosts = [] if arena is None or not tenant.lasts else [*arena.segments.values()]
     return tuple(

@@ -241,7 +241,7 @@ class Runtime:
         return scheduled
 
     def expected(self, key: Key, scheduled: ScheduledCollective | None = None) -> Expected | None:
-        """How a collective is to run; None where nobody looks, or there is no plan for it."""
+        """How a collective is to run; None if no check is running, or it is not planned."""
         if not checking() or self.schedule is None:
             return None
         return self.schedule.expected(key, self.memory.name, scheduled)

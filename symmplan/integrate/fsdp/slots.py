@@ -40,10 +40,11 @@ class Slot:
         served: How many buffers FSDP2 asked for with it: 2 for a reduce-scatter's output.
         expected: How it is to run, where that is being checked.
         pushed: Whether its bytes go straight to the peers.
-        take_shared: Takes the bytes of a shared slot for the buffer, if nobody uses them.
+        take_shared: Takes the bytes of a shared slot for the buffer, if they are not in use.
         send: Pushes the gradients where the buffer has no bytes, until FSDP2 has given them.
         hold: Told of gradients, bytes of an element, and the buffer with which they are dropped.
-        flat: That, where gradients are not pushed that the plan has no room for.
+        flat: An ordinary buffer for the gradients' copy-in, if they are to be pushed and are not,
+            because the plan has no room for them.
         pushing: The gradients that are being pushed. FSDP2 drops the buffer when its stream waits
             for the end of the reduction, so their memory is free then.
     """
@@ -109,7 +110,7 @@ class Slot:
         self._seen = weakref.ref(buffer, lambda _: self.drop())
 
     def drop(self) -> None:
-        """Nobody holds the buffer any more; only the first time counts. In any thread."""
+        """Note that the buffer's last tensor is gone; later calls do nothing. In any thread."""
         if not self.held:
             return
         self.held = False

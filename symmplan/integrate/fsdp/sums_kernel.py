@@ -38,9 +38,10 @@ def add_parts(  # type: ignore[no-untyped-def]  # noqa: ANN201
     ALIGN: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """As `add_rows`, of which the row of one rank lies in parts elsewhere, and rounded before.
+    """``out = (the sum of all rows) * scale``, where the row of one rank lies in parts elsewhere.
 
-    With ``ADD``, ``out`` keeps what it has, and gets that in addition.
+    With ``rounded``, those parts are rounded to the type of the rows first. With ``ADD``, the
+    result is added to what ``out`` has.
 
     Each program sums one block, of which the table has: the part it is of, where it begins there
     and in a row, and how many elements it has.

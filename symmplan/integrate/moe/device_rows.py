@@ -63,7 +63,7 @@ class DeviceRows:
     Args:
         meeting: How the ranks meet where rows and signals lie.
         slot: Where rows come in.
-        signals: Where signals do; bytes that nobody else uses.
+        signals: Where signals do; bytes with no other use.
         group: The ranks.
         device: Where the rows lie.
         timeout: Seconds that a kernel waits for a peer, about.

@@ -161,7 +161,7 @@ class PaddedRoutes:
         return self.most if self.out else self.rows
 
     def on_host(self, group: Group) -> Routes:
-        """The same for who has to know them on the host, which waits for them once.
+        """These routes with counts that the host knows, which waits for them once.
 
         Args:
             group: The ranks.
@@ -207,7 +207,7 @@ class _Assumed(Routes):
         return evolve(self, out=not self.out)
 
     def takes(self, given: int) -> bool:  # noqa: ARG002
-        """Nobody knows."""
+        """True: whether the rows fit is known only on the device."""
         return True
 
     def arrive(self, given: int) -> int:

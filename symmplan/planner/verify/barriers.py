@@ -36,8 +36,8 @@ class _Span(NamedTuple):
     changes: bool
     touches_unasked: bool  # peers, before this rank has begun it
     lingers: bool  # peers, after it has ended here
-    gated: bool  # nobody at all before everybody has begun it
-    drained: bool  # everybody is done when it ends
+    gated: bool  # no rank touches a byte before all ranks have begun it
+    drained: bool  # all ranks are done with the bytes when it ends
 
 
 class _Need(NamedTuple):

@@ -53,8 +53,8 @@ class TinyCall:
         empty: Pairs (from, to) of ranks of the group between which an all-to-all moves nothing.
         early: It reads its own inputs before it meets anybody, whatever ``handshake`` says.
         late: It writes its own results after it met everybody, whatever ``release`` says.
-        label: What its results are called: calls of one label make the same of the same. By default
-            each call and iteration makes something else.
+        label: Calls with equal labels and equal inputs have equal results. By default the results
+            differ for each call and iteration.
     """
 
     name: str
