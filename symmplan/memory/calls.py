@@ -125,7 +125,7 @@ class OpCall:
         kind: str,
         given: torch.Tensor | None = None,
         beside: tuple[int, torch.Tensor, int] | None = None,
-        free: Sequence[int] = (),
+        free: Callable[[], Sequence[int]] = tuple,
         **words: int,
     ) -> Callable[..., None]:
         """What makes the call, as often as wanted: handshake, run the body, release.
@@ -139,7 +139,7 @@ class OpCall:
             given: That tensor, if there is one; or one like it, and the function that is returned
                 is called with those that are meant.
             beside: What `apart` wants to know of it.
-            free: As for `Rendezvous.enter`.
+            free: Gives what `Rendezvous.enter` takes by that name.
             words: As for `note`.
         """
         name, text = f"symmplan::{self.op}", note(self.op, kind, **words)
@@ -149,7 +149,7 @@ class OpCall:
             if tensor is not None and beside is not None:
                 self.apart(tensor, *beside)
             with autograd.shown(name):
-                rendezvous.enter(text, free)
+                rendezvous.enter(text, free())
                 ops = PROCESS.thread.ops
                 ops.append(name)
                 try:

@@ -69,6 +69,9 @@ __all__ = [
 #: Up to this many bytes an all-reduce lets every rank read all inputs; above, each reduces a part.
 ONE_SHOT_BYTES = 16 * 1024
 
+#: What a rank tells its peers in place of sizes.
+_DECLINED = -1
+
 #: What makes a call, and returns a work if that is not over then. If one of its tensors may be any,
 #: it takes others like that.
 Run: TypeAlias = "Callable[..., Any]"
@@ -249,6 +252,8 @@ def all_to_all_single_out(
     group_name: str,
     *,
     out: torch.Tensor,
+    declines: Callable[[], bool] = bool,
+    declined: RunError | None = None,
 ) -> Run:
     """Rows of ``input`` go to the ranks that ``input_split_sizes`` says.
 
@@ -258,6 +263,8 @@ def all_to_all_single_out(
         input_split_sizes: Rows of ``input`` for each rank; empty for equal parts.
         group_name: Name of the group.
         out: Symmetric; sizes may differ from rank to rank.
+        declines: Whether this rank cannot make the call that comes.
+        declined: What all ranks raise then, when they have met; nothing was moved.
     """
     call = OpCall("all_to_all_single_out", out, "out", group_name)
     call.check_types(input, out)
@@ -276,8 +283,10 @@ def all_to_all_single_out(
         )
 
     def body(input: torch.Tensor) -> RunError | None:
-        flat = as_bytes(plain(input))
         tables = call.rendezvous.free_words()
+        if any(_DECLINED in table for table in tables):
+            return declined
+        flat = as_bytes(plain(input))
         expected = [table[: call.size] for table in tables]
         sent = [table[call.size : 2 * call.size] for table in tables]
         pairs = ((s, r) for s in range(call.size) for r in range(call.size))
@@ -303,7 +312,10 @@ def all_to_all_single_out(
             begin = end
         return None
 
-    beside, free = (out.data_ptr() - 1, out, 0), [*receives, *sends]
+    def free() -> Sequence[int]:
+        return [_DECLINED] if declines() else [*receives, *sends]
+
+    beside = out.data_ptr() - 1, out, 0
     return call.running(body, str(input.dtype), input, beside, free, out_offset=call.offset)
 
 
@@ -350,10 +362,12 @@ def all_to_all_single_into(
     group_name: str,
     *,
     out: torch.Tensor,
+    others: bool = False,
 ) -> Run:
     """Equal parts of ``input`` to every rank; those of every rank into ``out``, in their order.
 
-    Both are contiguous and of one size. Split sizes are empty, or all equal.
+    Both are contiguous and of one size. Split sizes are empty, or all equal. With ``others`` ranks
+    may make the process group's own call with other sizes at the same time, where sizes are given.
     """
     if len({*output_split_sizes, *input_split_sizes}) > 1 or input.numel() != out.numel():
         raise RunError(
@@ -363,7 +377,10 @@ def all_to_all_single_into(
             fix="use torch.ops._c10d_functional.all_to_all_single",
             op="symmplan::all_to_all_single_into",
         )
-    return functools.partial(c10d.start_all_to_all, out, input, c10d.group_by_name(group_name))
+    start = functools.partial(c10d.start_all_to_all, out, input, c10d.group_by_name(group_name))
+    if not others:
+        return start
+    return functools.partial(start, received=output_split_sizes, sent=input_split_sizes)
 
 
 def _rows(tensor: torch.Tensor) -> int:

@@ -21,6 +21,7 @@ from symmplan.device import device_of
 from symmplan.errors import RunError
 from symmplan.integrate.eager.faults import REDO
 from symmplan.memory.library import IMPLEMENTATIONS
+from symmplan.memory.ops import all_to_all_single_out
 from symmplan.registry import bind_arguments
 from symmplan.runtime.lower import launch
 from symmplan.runtime.watching import watched
@@ -58,6 +59,8 @@ class EagerMachine:
             Other ops get the program's tensor, so that a wait for that tensor waits for the work on
             its storage.
         staged: Placements of arguments that are copied back, each with the program's tensor.
+        ahead: Barriers and overwriting that come before the launch.
+        behind: The same after it.
     """
 
     event: Event
@@ -65,6 +68,9 @@ class EagerMachine:
     work: CallValue | None = None
     bound: dict[CallValue, torch.Tensor] = field(factory=dict)
     staged: list[tuple[torch.Tensor, CallValue]] = field(factory=list)
+    ahead: list[Callable[[], None]] = field(factory=list)
+    behind: list[Callable[[], None]] = field(factory=list)
+    _launched: bool = False
     _lines: list[str] = field(factory=list)
     _constants: list[Any] = field(factory=list)
 
@@ -100,6 +106,7 @@ class EagerMachine:
 
     def acts(self, acts: Sequence[Callable[[], None]]) -> None:
         """Barriers, overwriting of dead placements."""
+        (self.behind if self._launched else self.ahead).extend(acts)
         for act in acts:
             self.do(act)
 
@@ -123,9 +130,15 @@ class EagerMachine:
         A ``c10d::`` call makes that of its process group, and has a work to wait for. Symmplan's
         own ops are checked now, on tensors like those of the call.
         """
+        self._launched = True
         form, prepare = self.event.form, IMPLEMENTATIONS.get(op._schema.name)
         if prepare is not None:
             named = {name: self._like(x) for name, x in kwargs.items()}
+            if prepare is all_to_all_single_out:
+                named["declines"] = functools.partial(getattr, self.event, "declined")
+                named["declined"] = self.event.other_sizes
+            elif self.event.may_decline:
+                named["others"] = True
             run = prepare(*map(self._like, args), **named)
             given = (*args, *kwargs.values())
             changing = (x for x in given if isinstance(x, CallValue) and x not in self.bound)
@@ -191,6 +204,9 @@ def settle(event: Event, faults: Faults) -> Callable[[Any, Any, Any], Any]:
     """
     machine, placed, form = EagerMachine(event), event.placed, event.call.form
     result: Any
+    alone = placed is not None and placed.row is not None and not placed.row.one_sided
+    if event.may_decline and alone:
+        machine.do(_decline, event)
     machine.acts(event.before)
     if event.call.kind != "op":
         result = _memory(event, machine)
@@ -210,10 +226,58 @@ def settle(event: Event, faults: Faults) -> Callable[[Any, Any, Any], Any]:
         else:
             result = event.form.results(_work(placed, event.form, machine, staged, faults))
     machine.acts(event.after)
-    run = event.run = machine.function(result)
+    run = machine.function(result)
+    if event.may_decline:
+        run = _or_declined(event, run, machine.ahead if alone else (), machine.behind)
+    event.run = run
     for lease in (*event.leased.values(), *event.leaving.values()):
         lease.own()
     return run
+
+
+def _or_declined(
+    event: Event,
+    planned: Callable[[Any, Any, Any], Any],
+    ahead: Sequence[Callable[[], None]],
+    behind: Sequence[Callable[[], None]],
+) -> Callable[[Any, Any, Any], Any]:
+    """Of an all-to-all: what makes it as planned, or else as the program does.
+
+    See [Note: other sizes] in `symmplan.integrate.eager.schedule`.
+    """
+    machine = EagerMachine(event)
+    machine.acts(ahead)
+    made = machine.do(watched(event.call.op), _KEYS, *_GIVEN)
+    for lease in event.leased.values():
+        made = machine.do(functools.partial(_in_place_of, lease.tensor), made)
+    machine.acts(behind)
+    own = machine.function(made)
+
+    def run(args: Any, kwargs: Any, keys: Any) -> Any:
+        try:
+            return planned(args, kwargs, keys)
+        except RunError as error:
+            if error is not event.other_sizes:
+                raise
+            error.__traceback__ = None  # its frames hold tensors
+            event.declined = True
+            event.declines += 1
+        return own(args, kwargs, keys)
+
+    return run
+
+
+def _decline(event: Event) -> None:
+    if event.declined:
+        raise event.other_sizes
+
+
+def _in_place_of(placement: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """A result where later calls look for it, if it is as large as planned."""
+    if result.shape != placement.shape:
+        return result
+    placement.copy_(_WAIT(result))
+    return placement.detach()
 
 
 def _check_shared(event: Event, machine: EagerMachine) -> None:
@@ -249,6 +313,8 @@ def _first_with_memory(tensors: Sequence[torch.Tensor]) -> list[int]:
 def _check_place(
     event: Event, site: Site, address: int, strides: tuple[int, ...], tensor: torch.Tensor
 ) -> None:
+    if event.declined:
+        return
     if tensor.data_ptr() != address or tensor.stride() != strides:
         raise RunError(
             f"{event.name}: argument {site.head!r} is not the tensor of the recorded "
@@ -368,7 +434,7 @@ def _copy_back(call: PlacedCall, machine: EagerMachine, staged: Staged) -> None:
 def counted(events: Sequence[Event]) -> Counter[str]:
     """The counts that the calls of ``events`` add to `Stats`."""
     return Counter(
-        served=sum(e.placed is not None for e in events),
-        plain=sum(e.call.kind == "op" and e.placed is None for e in events),
-        copies=sum(e.copies for e in events),
+        served=sum(e.placed is not None and not e.declined for e in events),
+        plain=sum(e.call.kind == "op" and (e.placed is None or e.declined) for e in events),
+        copies=sum(e.copies for e in events if not e.declined),
     )

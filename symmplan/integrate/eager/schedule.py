@@ -5,6 +5,13 @@
     Before an event writes a placement, the session checks that no tensor of the program still holds
     any of its bytes. So a tensor that is held longer than planned is found before a byte of it
     changes. The check costs a few look-ups of reference counts.
+
+[Note: other sizes]
+    Whether an all-to-all sends as many rows as planned, only its rank knows. In shared memory ranks
+    tell each other, when they meet in the call: if one has other sizes, all of them make the call
+    that the program made. Elsewhere no two ranks need to make it alike: the process group moves the
+    same rows, whether they lie in placements or not. Copy engines do so over a communicator of
+    their own, where the call of a rank with other sizes would not come; they keep to the plan.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ from attrs import define, field
 
 from symmplan.capture.c10d import is_all_to_all
 from symmplan.capture.signatures import signature
+from symmplan.errors import RunError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +40,9 @@ if TYPE_CHECKING:
 
 #: A barrier, or the overwriting of a dead placement.
 Act: TypeAlias = "Callable[[], None]"
+
+#: Why a planned all-to-all ran in torch's own way.
+OTHER_SIZES = "its parts had other sizes than planned on some rank"
 
 #: Seconds that threads of the process group have to let go of what a finished work held.
 _PATIENCE = 0.25
@@ -62,6 +73,9 @@ class Event:
         leaving: ``{path: StorageLease}`` of pending results that are copied out at their wait.
         work: The Python half of the last work that C++ got, if it is symmplan's.
         copies: How often bytes are copied into and out of placements.
+        declined: Whether the last call, an all-to-all, had other sizes than planned on some rank.
+        declines: How often that was so.
+        other_sizes: What ends the planned call then; the program never sees it.
     """
 
     call: Recorded
@@ -82,6 +96,9 @@ class Event:
     leaving: dict[tuple[int, ...], StorageLease] = field(factory=dict)
     work: Any = None
     copies: int = 0
+    declined: bool = False
+    declines: int = 0
+    other_sizes: RunError = field(factory=lambda: RunError(OTHER_SIZES))
 
     @property
     def name(self) -> str:
@@ -99,6 +116,13 @@ class Event:
         row = None if self.placed is None else self.placed.row
         asynchronous = self.form is not None and self.form.asynchronous
         return asynchronous and (row is None or not row.synchronous)
+
+    @property
+    def may_decline(self) -> bool:
+        """Whether its sizes may be others in some call, on some rank."""
+        if self.placed is None or self.call.op is None or not is_all_to_all(self.call.op):
+            return False
+        return self.placed.row is not None and not self.placed.engine
 
     @property
     def expected(self) -> Expected | None:
@@ -145,13 +169,14 @@ class Event:
     def differs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The expected and the actual call, if they differ.
 
-        How many rows an all-to-all sends to whom may differ, if it is in ordinary memory.
+        How many rows an all-to-all sends to whom may differ. See [Note: other sizes].
         """
         if self.placed is None and self.call.op is not None and is_all_to_all(self.call.op):
             return None
         want = self.call.args, self.call.kwargs
         have = signature(args), signature(kwargs) if kwargs else kwargs
-        if want == have:
+        self.declined = want != have and self.may_decline
+        if want == have or self.declined:
             return None
         return (want, have) if want[1] or have[1] else (want[0], have[0])
 

@@ -19,7 +19,7 @@ from symmplan.integrate.eager.calls import counted, settle
 from symmplan.integrate.eager.faults import Faults
 from symmplan.integrate.eager.kernels import Cursor, declared_names, install, overload_name
 from symmplan.integrate.eager.recording import IterationRecording, Settings, meet
-from symmplan.integrate.eager.schedule import perform
+from symmplan.integrate.eager.schedule import OTHER_SIZES, perform
 from symmplan.integrate.eager.streams import Roles, streams_of
 from symmplan.memory.beyond import beyond_segments
 from symmplan.process import PROCESS
@@ -111,7 +111,9 @@ class Session(OfOneProcess):
         lost = {s.node: s.reason for s in frozen.captured.sites if s.how is None and s.reason}
         events = (e for e in frozen.events if e.placed is None and e.call.node in lost)
         found = Counter(lost[e.call.node] for e in events)
-        return tuple((why, n * made) for why, n in found.most_common() if made > 0)
+        times = Counter({why: n * made for why, n in found.items()})
+        times[OTHER_SIZES] = sum(event.declines for event in frozen.events)
+        return tuple((why, n) for why, n in times.most_common() if n > 0)
 
     @property
     def choices(self) -> tuple[Choice, ...]:

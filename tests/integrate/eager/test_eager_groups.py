@@ -171,6 +171,108 @@ def test_even_all_to_alls_are_served_and_others_are_ordinary_on_all_ranks(two, p
             assert served == TURNS - 1
 
 
+# All-to-alls that were recorded with equal parts, and have others later.
+
+
+def _sometimes(rank, turn):
+    """In the third iteration rank 0 keeps more to itself, which the others do not see."""
+    ops = torch.ops._c10d_functional
+    mine = 3 if turn == 2 and rank == 0 else 2
+    splits = [mine, 2] if rank == 0 else [2, 2]
+    x = torch.arange(float(2 * sum(splits))).view(-1, 2) + 10 * rank + turn
+    return ops.wait_tensor(ops.all_to_all_single(x, splits, splits, "0"))
+
+
+def _turned(rank, turn):
+    """Each rank has as many rows as ever, but those of each peer are others."""
+    ops = torch.ops._c10d_functional
+    splits = [3, 1] if turn == 2 else [2, 2]
+    received = [splits[rank]] * 2
+    x = torch.arange(8.0).view(4, 2) + 10 * rank + turn
+    rows = ops.wait_tensor(ops.all_to_all_single(x, received, splits, "0"))
+    return ops.wait_tensor(ops.all_gather_into_tensor(rows[:1] * 2, 2, "0"))
+
+
+def _once(rank, turn):
+    """The result of an all-to-all is an input of the next, and of a gather."""
+    ops = torch.ops._c10d_functional
+    a, b = (3, 1) if turn == 2 else (2, 2)
+    mine, theirs = ([a, b], [a, b]) if rank == 0 else ([b, a], [b, a])
+    x = torch.arange(8.0).view(4, 2) + 10 * rank + turn
+    there = ops.wait_tensor(ops.all_to_all_single(x, theirs, mine, "0"))
+    back = ops.wait_tensor(ops.all_to_all_single(there, mine, theirs, "0"))
+    return back + ops.wait_tensor(ops.all_gather_into_tensor(there, 2, "0"))[2:6]
+
+
+def _smaller(rank, turn):
+    """All ranks have fewer rows in the third iteration."""
+    import torch.distributed as dist
+
+    out, x = torch.empty(8), torch.arange(8.0) + 10 * rank + turn
+    if turn == 2:
+        out, x = out[:4], x[:4]
+    dist.all_to_all_single(out, x)
+    return out
+
+
+def _smaller_later(rank, turn):
+    import torch.distributed as dist
+
+    out, x = torch.empty(8), torch.arange(8.0) + 10 * rank + turn
+    if turn == 2:
+        out, x = out[:4], x[:4]
+    dist.all_to_all_single(out, x, async_op=True).wait()
+    return out
+
+
+def _uneven_once(rank, turn):
+    """Sizes are given in the third iteration only."""
+    import torch.distributed as dist
+
+    out, x = torch.empty(8), torch.arange(8.0) + 10 * rank + turn
+    if turn == 2:
+        k = 3 - 2 * rank
+        out = torch.empty(2 * k)
+        dist.all_to_all_single(out, x[:4], [k, k], [3, 1])
+    else:
+        dist.all_to_all_single(out, x)
+    return out
+
+
+LATER = [_sometimes, _turned, _once, _smaller, _smaller_later, _uneven_once]
+
+
+def _other_sizes(rank, world_size, program, options):
+    import symmplan
+    from symmplan.coordination.own import own_work
+
+    with symmplan.eager(timeout=20.0, memory="shm", **options) as session:
+        for turn in range(TURNS + 1):
+            got = program(rank, turn)
+            with own_work:
+                wanted = program(rank, turn)
+            assert torch.equal(got, wanted), (turn, got, wanted)
+            del got
+            session.step()
+        stats = session.stats
+    return stats.recorded, stats.served, stats.plain, stats.reasons
+
+
+@pytest.mark.parametrize("options", MEMORY)
+@pytest.mark.parametrize("program", LATER)
+def test_an_all_to_all_with_other_sizes_than_planned_is_ordinary_on_all_ranks(
+    two, program, options
+):
+    for rank, found in enumerate(two.run(_other_sizes, program, MEMORY[options])):
+        recorded, served, plain, reasons = found
+        ordinary = 2 if program is _once else 1
+        if options == "process group" and program is _sometimes and rank == 1:
+            ordinary = 0  # its own part of the call is as planned
+        assert served == TURNS * recorded - ordinary
+        assert plain == ordinary
+        assert sum(n for why, n in reasons if "other sizes than planned" in why) == ordinary
+
+
 # Debugging.
 
 
