@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sysconfig
 import traceback
 from pathlib import Path
@@ -29,8 +31,15 @@ def unusable(error: OSError) -> CommandError:
         fix = f"check the path: {lack}"
     elif isinstance(error, IsADirectoryError):
         fix = f"name a file in {name}"
+    elif error.errno == errno.EROFS:
+        fix = f"name a file elsewhere: no file can be made in {folder}"
+    elif error.errno == errno.ENOSPC:
+        fix = f"make room there: df -h {folder}"
+    elif isinstance(error, PermissionError | NotADirectoryError):
+        there = name if os.path.lexists(name) else folder
+        fix = f"see who may use it: ls -ld {there}"
     else:
-        fix = f"see who may use it: ls -ld {name}"
+        fix = f"name another file: {name} is none that can be read and written"
     return CommandError(f"cannot use {name}: {error.strerror or error}", fix=fix)
 
 

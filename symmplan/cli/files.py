@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import sys
@@ -60,7 +61,14 @@ def check_outputs(args: argparse.Namespace) -> None:
         if path is None:
             continue
         is_new = not path.exists()
-        path.open("a").close()
+        try:
+            path.open("a").close()
+        except FileNotFoundError:
+            if not path.parent.is_dir():
+                raise
+            raise OSError(errno.EROFS, "its folder takes no files", str(path)) from None
+        except OSError as error:  # it may name no file
+            raise OSError(error.errno, error.strerror, str(path)) from error
         if is_new:
             path.unlink()
 
@@ -158,6 +166,8 @@ def read_text(path: Path) -> str:
         if str(path) == "-":
             return sys.stdin.read()
         return path.read_text(encoding="utf-8")
+    except OSError as error:  # it may name no file
+        raise OSError(error.errno, error.strerror, str(path)) from error
     except UnicodeDecodeError as error:
         raise PlanFormatError(
             f"{path} is not text",

@@ -99,6 +99,8 @@ def _check_buffer(b: Buffer) -> None:
         got, what = b.nbytes, f"has a size of {b.nbytes!r} bytes"
         expected = f"a whole number from 1 to {MAX_BYTES}"
         fix = "leave empty tensors out of the problem; give sizes in bytes as int"
+        if _whole(b.nbytes) and b.nbytes > MAX_BYTES:
+            what, fix = f"is too large: {b.nbytes} bytes", "check the unit: sizes are in bytes"
     elif not _whole(b.align) or b.align < 1 or b.align & (b.align - 1) or b.align > MAX_ALIGN:
         got, what = b.align, f"asks for an alignment of {b.align!r} bytes"
         expected = f"a power of two, at most {MAX_ALIGN}"

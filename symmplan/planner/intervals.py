@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
+import math
 from itertools import pairwise
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from symmplan.errors import ProblemError
 from symmplan.model import Access, Buffer, Operation, Problem
+from symmplan.planner.check import MAX_BYTES
 
 if TYPE_CHECKING:
     import os
@@ -104,6 +107,35 @@ def problem_from_csv(path: str | os.PathLike[str], text: str | None = None) -> P
         ) from e
 
 
+def _wrong_row(
+    path: object, line: int, what: str, expected: str, got: object, column: str = ""
+) -> NoReturn:
+    raise ProblemError(
+        f"{path}, line {line}: {what}",
+        expected=expected,
+        got=got,
+        fix="correct the line or drop it",
+        line=line,
+        column=column,
+    )
+
+
+def _number(path: object, line: int, column: str, text: str) -> int:
+    """The number in a column; a size may also be one that is too large, ``1e29``."""
+    try:
+        number: float = int(text)
+    except ValueError:
+        number = math.nan
+        with contextlib.suppress(ValueError):
+            number = float(text)
+        if column != "size" or not number > MAX_BYTES:
+            _wrong_row(path, line, f"{column} is {text!r}", "a whole number", repr(text), column)
+    if column == "size" and number > MAX_BYTES:
+        expected = f"at most {MAX_BYTES} bytes"
+        _wrong_row(path, line, f"the size {text.strip()} is too large", expected, text, column)
+    return int(number)
+
+
 def _rows(
     path: str | os.PathLike[str], reader: csv.DictReader[str]
 ) -> list[tuple[str, int, int, int]]:
@@ -119,31 +151,25 @@ def _rows(
             column=missing[0],
         )
     rows: list[tuple[str, int, int, int]] = []
+    lines: dict[str, int] = {}
     for row in reader:
-        values = []
-        for column in ("lower", "upper", "size"):
-            text = row.get(column)
-            try:
-                values.append(int(text or ""))
-            except ValueError:
-                raise ProblemError(
-                    f"{path}, line {reader.line_num}: {column} is {text!r}",
-                    expected="a whole number",
-                    got=repr(text),
-                    fix="correct the line",
-                    line=reader.line_num,
-                    column=column,
-                ) from None
-        if values[2] <= 0:
-            raise ProblemError(
-                f"{path}, line {reader.line_num}: size is {values[2]}",
-                expected="a size of one byte or more",
-                got=values[2],
-                fix="correct the line or drop it",
-                line=reader.line_num,
-                column="size",
-            )
-        rows.append((str(row["id"]).strip(), values[0], values[1], values[2]))
+        line = reader.line_num
+        if None in row.values():
+            given = sum(value is not None for value in row.values())
+            _wrong_row(path, line, f"the line has {given} values", f"{len(columns)}", given)
+        lower, upper, nbytes = (_number(path, line, c, row[c]) for c in ("lower", "upper", "size"))
+        name = row["id"].strip()
+        if nbytes <= 0:
+            expected = "a size of one byte or more"
+            _wrong_row(path, line, f"size is {nbytes}", expected, nbytes, "size")
+        if lower >= upper:
+            what = f"buffer {name!r} lives in [{lower}, {upper}), which is empty"
+            _wrong_row(path, line, what, "lower before upper", f"[{lower}, {upper})", "upper")
+        if name in lines:
+            what = f"buffer {name!r} was listed before, in line {lines[name]}"
+            _wrong_row(path, line, what, "unique names", f"{name!r} again", "id")
+        lines[name] = line
+        rows.append((name, lower, upper, nbytes))
     if not rows:
         raise ProblemError(
             f"{path} has no buffers",

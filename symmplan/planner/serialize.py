@@ -228,7 +228,9 @@ def _parse(text: str, wanted: str) -> dict[str, Any]:
         tree = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except json.JSONDecodeError as e:
         _wrong(
-            f"the text is not JSON, or was cut off, at character {e.pos}: {e.msg}", "JSON", e.msg
+            f"the text is not JSON, or was cut off, at line {e.lineno}, column {e.colno}: {e.msg}",
+            "JSON",
+            e.msg,
         )
     except (RecursionError, ValueError, MemoryError) as e:
         if isinstance(e, PlanFormatError):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
+import pathlib
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from symmplan.cli import doctor, main, shell
+from symmplan.cli import doctor, files, main, shell
 from symmplan.cli import plan as cli_plan
 
 
@@ -98,6 +101,69 @@ def test_files_that_cannot_be_written_are_refused_before_any_work(option, csv, t
         assert "planning" not in told
         assert f"cannot use {path}: " in told
         assert lack in told
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("b,0", "the line has 2 values"),
+        ("a,1,2,8", "buffer 'a' was listed before, in line 2"),
+        (" a ,1,2,8", "buffer 'a' was listed before, in line 2"),
+        ("b,5,2,8", "buffer 'b' lives in [5, 2), which is empty"),
+        ("b,2,2,8", "buffer 'b' lives in [2, 2), which is empty"),
+        ("b,0,2,1e29", "the size 1e29 is too large"),
+        (f"b,0,2,{10**29}", f"the size {10**29} is too large"),
+        (f"b,0,2,{'9' * 5000}", f"the size {'9' * 5000} is too large"),
+        ("b,0,2,1e3", "size is '1e3'"),
+        ("b,1e29,2,8", "lower is '1e29'"),
+        ("b,0,2,nan", "size is 'nan'"),
+        ("b,0,2,-1", "size is -1"),
+    ],
+)
+def test_a_wrong_row_is_named_by_its_file_and_line(row, says, tmp_path, capsys):
+    csv = tmp_path / "own.csv"
+    csv.write_text(f"id,lower,upper,size\na,0,1,64\n{row}\nc,0,1,64\n")
+    told = _told(["plan", csv], capsys)
+    assert told["what"] == f"{csv}, line 3: {says}"
+    assert told["expected"]
+    assert told["fix"]
+
+
+def test_broken_json_says_where(tmp_path, capsys):
+    file = tmp_path / "own.json"
+    file.write_text('{"format": "symmplan.problem",\n "version": 1,\n "buffers": [,]}')
+    assert "at line 3, column 14" in _told(["plan", file], capsys)["what"]
+
+
+def test_a_file_that_no_one_can_read_or_write_has_its_true_cause(csv, capsys):
+    told = _told(["plan", csv, "-o", "/proc/own.json"], capsys)
+    assert told["what"] == "cannot use /proc/own.json: its folder takes no files"
+    assert told["fix"] == "name a file elsewhere: no file can be made in /proc"
+    for words in (["plan", csv, "-o", "/proc/self/stat"], ["plan", "/proc/self/mem"]):
+        told = _told(words, capsys)
+        assert told["what"].startswith(f"cannot use {words[-1]}: ")
+        assert words[-1] in told["fix"]
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.EACCES, "see who may use it: ls -ld {folder}"),
+        (errno.EROFS, "name a file elsewhere: no file can be made in {folder}"),
+        (errno.ENOSPC, "make room there: df -h {folder}"),
+    ],
+)
+def test_a_folder_in_which_nothing_can_be_written(number, fix, csv, monkeypatch, capsys):
+    path = csv.parent / "p.json"
+
+    def refuse(self, mode="r"):
+        raise OSError(number, os.strerror(number), str(self))
+
+    monkeypatch.setattr(pathlib.Path, "open", refuse)
+    monkeypatch.setattr(files, "read_text", lambda _: "id,lower,upper,size\na,0,1,64\n")
+    told = _told(["plan", csv, "-o", path], capsys)
+    assert told["what"] == f"cannot use {path}: {os.strerror(number)}"
+    assert told["fix"] == fix.format(folder=csv.parent)
 
 
 def test_simulate_and_benchmarks_look_for_their_output_first(tmp_path, capsys):

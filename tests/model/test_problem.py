@@ -173,7 +173,7 @@ def test_csv(tmp_path):
         ("id,lower,upper\n1,0,3\n", "lacks the column 'size'"),
         ("", "lacks the column 'id'"),
         ("id,lower,upper,size\n1,0,x,4\n", "line 2: upper is 'x'"),
-        ("id,lower,upper,size\n1,0,3\n", "line 2: size is None"),
+        ("id,lower,upper,size\n1,0,3\n", "line 2: the line has 3 values"),
         ("id,lower,upper,size\n1,0,3,-4\n", "line 2: size is -4"),
         ("id,lower,upper,size\n1,3,3,4\n", "which is empty"),
     ):

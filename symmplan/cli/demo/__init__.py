@@ -12,6 +12,7 @@ collective_speedup_vs_gloo. The exit code is 1 if the two runs differ.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -30,6 +31,10 @@ __all__ = ["add_arguments", "render", "run"]
 _SHOWN = 5
 #: Ranks. The model's sizes would do for four, but two cores would not.
 WORLD = 2
+_COMPILES = (
+    "training on two ranks; first Inductor compiles, for up to two minutes on two cores "
+    "(--inner eager: without)"
+)
 _NEXT = """
 done in {seconds:.0f} s. Next:
   look at the plan:  open {html} in a browser
@@ -57,6 +62,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     begin = time.monotonic()
     out = Path(tempfile.mkdtemp(prefix="symmplan-demo-")) if args.out is None else args.out
     out.mkdir(parents=True, exist_ok=True)
+    if args.inner != "eager":
+        print(_COMPILES, file=sys.stderr, flush=True)
     setup = {name: getattr(args, name) for name in ("steps", "inner", "timeout")}
     ranks = run_shown(
         train,
