@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from symmplan.coordination.groups import Group
 
-__all__ = ["Exchange", "PlanningWatch", "count_in_store", "processes_of", "was_told"]
+__all__ = ["Exchange", "PlanningWatch", "count_in_store", "processes_of", "swapped", "was_told"]
 
 _SHORTEST_POLL = 0.0002
 _LONGEST_POLL = 0.02
@@ -348,6 +348,32 @@ def count_in_store(group: Group, what: str) -> int:
         return 0
     with _store_errors(group):
         return int(group.store.add(f"symmplan/{what}/{group.rank}", 1))
+
+
+def swapped(group: Group, key: str, text: str, other: int, patience: float) -> str:
+    """Post ``text`` for the peers, and read what rank ``other`` has posted.
+
+    Args:
+        group: Of both ranks.
+        key: Equal on all ranks that post at the same time.
+        text: For the peers.
+        other: Whose text is wanted.
+        patience: Seconds that this may take.
+
+    Returns:
+        That text; empty if there is none in time.
+
+    Collective: yes, in that all ranks that post must have posted equally often.
+    """
+    deadline = time.monotonic() + patience
+    with contextlib.suppress(Exception):  # an error is being told, which says more
+        key = f"symmplan/{key}/{count_in_store(group, 'posted')}"
+        group.store.set(f"{key}/{group.rank}", text)
+        while time.monotonic() < deadline:
+            if group.store.check([f"{key}/{other}"]):
+                return str(group.store.get(f"{key}/{other}"), "utf-8")
+            time.sleep(_LONGEST_POLL)
+    return ""
 
 
 def processes_of(process_group: Any) -> tuple[ProcessIdentity, ...]:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from symmplan.memory.segment import Segment
 
-__all__ = ["OPS", "REFUSED", "TWO_LEVELS", "OpCall", "describe", "in_two_levels", "note"]
-__all__ += ["parts_of"]
+__all__ = ["OPS", "REFUSED", "TWO_LEVELS", "OpCall", "describe", "in_two_levels", "is_refused"]
+__all__ += ["note", "parts_of"]
 
 #: The ops, in an order that never changes.
 OPS = (
@@ -86,6 +86,12 @@ def describe(text: bytes) -> str:
     return f"symmplan::{OPS[code]}({', '.join(parts)})"
 
 
+def is_refused(text: bytes) -> bool:
+    """Whether a rank wrote the note whose own call is wrong."""
+    code: int = _FORMAT.unpack(text[: _FORMAT.size])[0]
+    return code == _REFUSED_CODE
+
+
 class OpCall:
     """One call of an op: which rendezvous it runs on, and how it fails.
 
@@ -126,6 +132,7 @@ class OpCall:
         given: torch.Tensor | None = None,
         beside: tuple[int, torch.Tensor, int] | None = None,
         free: Callable[[], Sequence[int]] = tuple,
+        site: str = "",
         **words: int,
     ) -> Callable[..., None]:
         """What makes the call, as often as wanted: handshake, run the body, release.
@@ -140,6 +147,7 @@ class OpCall:
                 is called with those that are meant.
             beside: What `apart` wants to know of it.
             free: Gives what `Rendezvous.enter` takes by that name.
+            site: As for `Rendezvous.enter`.
             words: As for `note`.
         """
         name, text = f"symmplan::{self.op}", note(self.op, kind, **words)
@@ -149,7 +157,7 @@ class OpCall:
             if tensor is not None and beside is not None:
                 self.apart(tensor, *beside)
             with autograd.shown(name):
-                rendezvous.enter(text, free())
+                rendezvous.enter(text, free(), site)
                 ops = PROCESS.thread.ops
                 ops.append(name)
                 try:

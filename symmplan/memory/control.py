@@ -223,7 +223,7 @@ class Meeting(Rendezvous):
         if self._watched is not None:
             self._watched.met(self.group.torch_name, self._count, self._world)
 
-    def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
+    def enter(self, call: bytes, free: Sequence[int] = (), site: str = "") -> None:
         """See `Rendezvous.enter`.
 
         Raises:
@@ -236,7 +236,7 @@ class Meeting(Rendezvous):
         self._meet()
         for other, theirs in self._notes[slot]:
             if theirs != padded:
-                raise self._mismatch(other, padded, bytes(theirs))
+                raise self._mismatch(other, padded, bytes(theirs), site)
 
     def refuse(self, call: bytes) -> None:
         """See `Rendezvous.refuse`."""
@@ -398,12 +398,17 @@ class Meeting(Rendezvous):
         where = f"on segment {self._segment!r}"
         raise self.group.timed_out(missing, where, timeout, segment=self._segment)
 
-    def _mismatch(self, other: int, mine: bytes, theirs: bytes) -> RunError:
-        from symmplan.memory.calls import describe
+    def _mismatch(self, other: int, mine: bytes, theirs: bytes, site: str) -> RunError:
+        from symmplan.memory.callers import both_callers
+        from symmplan.memory.calls import describe, is_refused
 
+        where = ""
+        if not is_refused(theirs):
+            meeting = f"{self._segment}/{self._count}"
+            where = f": {both_callers(self.group, other, meeting, site)}"
         return RunError(
             f"ranks {self.group.rank} and {other} make different calls on segment "
-            f"{self._segment!r}",
+            f"{self._segment!r}{where}",
             expected=f"{describe(mine)} (rank {self.group.rank})",
             got=f"{describe(theirs)} (rank {other})",
             fix="make the same calls with the same sizes and offsets on every rank",

@@ -221,10 +221,10 @@ class HostsMeeting(Meeting):
         self.wait(self.counterparts.meet())
         self._meet(timeout)
 
-    def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
+    def enter(self, call: bytes, free: Sequence[int] = (), site: str = "") -> None:
         """See `Rendezvous.enter`: of the ranks of this host alone."""
         try:
-            super().enter(call, free)
+            super().enter(call, free, site)
         except RunError as error:  # other hosts may see no difference, and wait
             self._on_failure(error, [])
             raise

@@ -128,9 +128,9 @@ class DeviceHostsMeeting(TorchRendezvous):
         self.counterparts.meet(self._token)
         self.leave()
 
-    def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
+    def enter(self, call: bytes, free: Sequence[int] = (), site: str = "") -> None:
         """See `Rendezvous.enter`: of the ranks of this host alone, and nothing is compared."""
-        del call, free
+        del call, free, site
         self.leave()
 
     @own_work

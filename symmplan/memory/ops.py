@@ -106,7 +106,7 @@ def all_gather_out(
 
     beside = out.data_ptr(), out, mine
     kind = f"{out.dtype} {what}"
-    return call.running(body, kind, input, beside, out_offset=call.offset, nbytes=nbytes)
+    return call.running(body, kind, input, beside, site=what, out_offset=call.offset, nbytes=nbytes)
 
 
 def all_gather_parts_(
@@ -150,7 +150,7 @@ def all_gather_parts_(
             call.push(*part)
 
     kind = f"parts {pieces} {what}"
-    return call.running(body, kind, out_offset=call.offset, nbytes=sum(nbytes))
+    return call.running(body, kind, site=what, out_offset=call.offset, nbytes=sum(nbytes))
 
 
 def reduce_scatter_out(
@@ -195,7 +195,7 @@ def reduce_scatter_out(
             out.copy_(target)
 
     kind, beside = f"{input.dtype} {reduction} {what}", (input.data_ptr(), input, begin)
-    return call.running(body, kind, out, beside, in_offset=call.offset, nbytes=nbytes)
+    return call.running(body, kind, out, beside, site=what, in_offset=call.offset, nbytes=nbytes)
 
 
 def all_reduce_out(

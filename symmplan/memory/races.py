@@ -63,6 +63,10 @@ __all__ = ["RaceDetector", "WatchedSegment", "source_line", "touch", "touch_byte
 _EXPECTED = "a barrier, or a collective that synchronizes, behind the one and before the other"
 
 
+#: Modules whose frames are not the program's.
+_UNSEEN = ("symmplan", "torch", "contextlib")
+
+
 def source_line() -> str:
     """The innermost frame that is neither torch's nor symmplan's; ``"file:line"``.
 
@@ -75,7 +79,7 @@ def source_line() -> str:
             return line
         module = frame.f_globals.get("__name__", "torch")
         name = frame.f_code.co_filename
-        if module.partition(".")[0] not in ("symmplan", "torch") and not name.startswith("<"):
+        if module.partition(".")[0] not in _UNSEEN and not name.startswith("<"):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -111,8 +111,11 @@ class Rendezvous:
         Collective: yes.
         """
 
-    def enter(self, call: bytes, free: Sequence[int] = ()) -> None:  # noqa: ARG002
-        """Like `barrier`, and compare ``call`` with what the peers say that they run."""
+    def enter(self, call: bytes, free: Sequence[int] = (), site: str = "") -> None:  # noqa: ARG002
+        """Like `barrier`, and compare ``call`` with what the peers say that they run.
+
+        ``site`` names the module that calls, for the error.
+        """
         self._given = list(free)
 
     def refuse(self, call: bytes) -> None:

@@ -112,9 +112,9 @@ class TorchRendezvous(Rendezvous):
             return
         self.handle.barrier(channel=_BESIDE, timeout_ms=int(self._timeout * 1000))
 
-    def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
+    def enter(self, call: bytes, free: Sequence[int] = (), site: str = "") -> None:
         """A barrier. Nothing is compared: that would need the host."""
-        del call
+        del call, site
         if free:
             raise BackendError(
                 "this op exchanges sizes between hosts, which only memory='shm' can",

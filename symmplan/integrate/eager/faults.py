@@ -21,6 +21,7 @@ import torch
 from symmplan.coordination.own import own_work
 from symmplan.errors import RunError, SymmplanError
 from symmplan.integrate.eager.schedule import name_of
+from symmplan.memory.callers import caller
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -133,13 +134,15 @@ class Faults:
             what = f"{name} was called after the last call of the recorded iteration"
             expected = "session.step()"
             if event is not None:
-                what = f"call {cursor.at} is another op than planned"
+                what = f"call {cursor.at} is another op than planned: {name} {caller()}, where all "
+                what += f"ranks called {event.name} at {event.call.line}"
                 expected = f"{event.name} ({event.call.line})"
             self.diverge(what, expected=expected, got=name, event=event, op=name)
         difference = event.differs(args, kwargs)
         if difference is not None:
             self.diverge(
-                f"call {cursor.at}, {event.name}, has other arguments than planned",
+                f"call {cursor.at}, {event.name}, {caller()}, has other arguments than all ranks' "
+                f"planned call at {event.call.line}",
                 expected=public(difference[0]),
                 got=public(difference[1]),
                 event=event,

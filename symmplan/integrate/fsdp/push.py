@@ -93,7 +93,7 @@ class Pushes:
         self._gradients: list[torch.Tensor] = []
         self._sent: _Sent | None = None
         # What the ranks compare when they meet; in shared memory what they reduce otherwise.
-        self._call = b""
+        self._call, self._site = b"", ""
         self._kept: tuple[torch.Tensor, ...] = ()
         self._fits = True
 
@@ -133,6 +133,7 @@ class Pushes:
         self._shared = slot if shared else None
         kept = tuple(gradients)  # FSDP2 forgets those of its list
         self._kept, self._fits = kept if self._stream is None else (), fits
+        self._site = site
         self._call = note(
             "reduce_scatter_out",
             f"push {site} {travels}",
@@ -142,7 +143,7 @@ class Pushes:
 
         def push() -> None:
             if again:
-                self._meeting.enter(self._call)
+                self._meeting.enter(self._call, site=self._site)
             if fits:
                 self._copy(kept, slot, travels)
 
@@ -236,9 +237,9 @@ class Pushes:
     def _all_fit(self) -> bool:
         """Whether all ranks, which meet, have pushed. Collective: yes."""
         if self._stream is not None:
-            self._meeting.enter(self._call)
+            self._meeting.enter(self._call, site=self._site)
             return True
-        self._meeting.enter(self._call, [self._fits])
+        self._meeting.enter(self._call, [self._fits], self._site)
         return all(words[0] for words in self._meeting.free_words())
 
     def _sum(self, total: torch.Tensor, factor: float, rounded: torch.dtype, *, add: bool) -> None:
