@@ -48,6 +48,8 @@ _DEEPEST = 8
 _WAIT = "_c10d_functional::wait_tensor"
 #: The name of nodes that are calls over other groups.
 _ELSEWHERE = "elsewhere"
+#: Modules of torch that call ops for a program.
+_CALLERS = ("torch.nn.", "torch.distributed.", "torch.autograd.", "torch.optim.")
 #: Of the marks that threads of a program have.
 _PROGRAM = "symmplan program"
 
@@ -126,6 +128,7 @@ class Recorder(TorchDispatchMode):
         graph: The graph so far.
         calls: The program's calls of declared ops and of `symmplan.placed.empty`, in order.
         lines: ``{node: where in the user's program it was called}``.
+        by_torch: Nodes that the program did not call itself: its modules, DTensor or autograd did.
         writes: How ops write into given memory, as the program says by `placed.empty` and
             `placed.out`.
         timeline: The streams and events that were seen.
@@ -148,6 +151,7 @@ class Recorder(TorchDispatchMode):
         self.graph = fx.Graph()
         self.calls: list[Recorded] = []
         self.lines: dict[fx.Node, str] = {}
+        self.by_torch: set[fx.Node] = set()
         self._lookup = lookup
         self._elsewhere = elsewhere
         self._before = before
@@ -374,6 +378,8 @@ class Recorder(TorchDispatchMode):
         node = self.graph.create_node("call_function", target, *given, name)
         self.timeline.ran(node.name)
         stack = node.meta["symmplan_stack"] = _stack()
+        if _is_by_torch():
+            self.by_torch.add(node)
         self.lines[node] = stack[-1].partition(" in ")[0] if stack else ""
         node.meta["val"] = self._results(node, result, ())
         return node
@@ -420,6 +426,19 @@ def _stack() -> list[str]:
             found.insert(0, f"{code.co_filename}:{frame.f_lineno} in {function}")
         frame = frame.f_back
     return found
+
+
+def _is_by_torch() -> bool:
+    """Whether code of torch calls, which the program's author cannot change."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_CALLERS):
+            return True
+        if module.partition(".")[0] not in ("symmplan", "torch"):
+            return False
+        frame = frame.f_back
+    return True  # a thread of autograd
 
 
 def _line() -> str:

@@ -51,6 +51,17 @@ from symmplan.registry import resolve_group_name, spec_for
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+#: Modules whose functions call collectives.
+_TRACED = (
+    "torch.distributed.distributed_c10d",
+    "torch.distributed._functional_collectives",
+    "torch.distributed.nn.functional",
+)
+_NO_OPS = (
+    "calls of torch.distributed's functions in a graph are not declared ops: trace with "
+    "torch.export or torch.compile, or call torch.ops._c10d_functional"
+)
+
 
 def capture_fx(
     program: fx.Graph | fx.GraphModule | Any,
@@ -148,6 +159,7 @@ def capture_fx(
         for node, spec in specs.items()
         for where, why in spec.wrong
     )
+    decider.unplanned += _traced_calls(graph, prefix)
     sites = sorted(decider.sites, key=lambda s: values.order[s.node])
     _run_plainly(decider, sites, ends)
     crossing = _saved(decider, saved)
@@ -212,6 +224,21 @@ def _groups(
     for why in told:
         warnings.warn(f"symmplan: {why}; that stays in ordinary memory", stacklevel=3)
     return groups, nowhere
+
+
+def _traced_calls(graph: fx.Graph, prefix: str) -> list[Unplanned]:
+    """The calls of functions of ``torch.distributed`` that a trace has in place of ops."""
+    calls = [
+        node
+        for node in graph.nodes
+        if node.op == "call_function"
+        and getattr(node.target, "__module__", "") in _TRACED
+        and node.all_input_nodes
+    ]
+    if calls:
+        warnings.warn(f"symmplan: {_NO_OPS}; that stays in ordinary memory", stacklevel=3)
+    names = ((n, f"torch.distributed.{n.target.__name__}") for n in calls)
+    return [Unplanned(f"{prefix}{n.name}", op, "tensors", _NO_OPS) for n, op in names]
 
 
 def _require_values(node: fx.Node, spec: OpSpec, fakes: Mapping[fx.Node, Any]) -> None:

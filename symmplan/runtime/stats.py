@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from attrs import asdict, frozen
 
+from symmplan.report.format import size
+
+#: The counters of plans; the others are of runs.
+_PLANNED = ("graphs", "modules", "plans", "placed", "staged", "bound", "unplanned", "barriers")
+#: Between two lines of a text.
+_NEXT = ",\n      "
+
 
 @frozen
 class Copy:
@@ -59,7 +66,8 @@ class Stats:
         copies: Copies into and out of placements. For FSDP2: how often a collective, or a graph in
             its segments, was staged or had to copy other tensors of this rank elsewhere, because
             the bytes were still in use.
-        divergences: How often a program left the order of its plan, and went on.
+        reordered: How often FSDP2 made a collective in another order than planned, as evaluations
+            do; nothing is lost by it.
         replans: How often a program was planned again, because it did something new or a size
             outgrew its plan.
         kept: Pinned inputs of graphs (``bind=True``).
@@ -102,7 +110,7 @@ class Stats:
     reused: int = 0
     plain: int = 0
     copies: int = 0
-    divergences: int = 0
+    reordered: int = 0
     replans: int = 0
     kept: int = 0
     missed: int = 0
@@ -129,6 +137,19 @@ class Stats:
         }
 
     def __repr__(self) -> str:
-        """Without empty entries."""
-        counted = asdict(self, recurse=False).items()
-        return f"Stats({', '.join(f'{name}={value!r}' for name, value in counted if value)})"
+        """What was planned, its bytes, and what ran, a line each; of lists the lengths."""
+        counted = {name.partition("/")[2]: number for name, number in self.metrics().items()}
+        kinds = {name: _kind(name) for name in counted}
+        lines = []
+        for kind in ("planned", "bytes", "ran"):
+            show = size if kind == "bytes" else str
+            said = [f"{n}={show(x)}" for n, x in counted.items() if x and kinds[n] == kind]
+            lines += [", ".join(said)] if said else []
+        return f"Stats({_NEXT.join(lines)})"
+
+
+def _kind(name: str) -> str:
+    """Of what a counter is: ``"planned"``, ``"bytes"`` or ``"ran"``."""
+    if "bytes" in name:
+        return "bytes"
+    return "planned" if name in _PLANNED else "ran"

@@ -162,6 +162,21 @@ def test_what_subgraphs_declare_is_left_out_with_the_reason(groups):
     assert all("inside true_graph_0" in u.reason for u in plan.unplanned)
 
 
+def test_functions_of_torch_distributed_in_a_graph_are_left_out_with_what_to_call_instead(groups):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(dist.get_rank)
+    graph.call_function(dist.all_reduce, (x,))
+    graph.output(x)
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    with pytest.warns(UserWarning, match=r"torch\.distributed's functions .* not declared ops"):
+        plan = symmplan.plan(module, [torch.ones(4)])
+    (left_out,) = plan.unplanned
+    assert left_out.op == "torch.distributed.all_reduce"
+    assert "call torch.ops._c10d_functional" in left_out.reason
+    assert left_out.reason in plan.summary()
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own
 def test_what_is_functionalized_is_left_out_with_the_reason(groups):
     class Model(torch.nn.Module):

@@ -101,7 +101,7 @@ class Actor(ReducingActs, ReadingActs):
     def _note(self):
         for handle in self.handles:
             stats = handle.stats
-            for name in ("served", "copies", "plain", "replans", "divergences"):
+            for name in ("served", "copies", "plain", "replans", "reordered"):
                 self._counts[name] += getattr(stats, name)
             self._counts.update(dict(stats.reasons))
             self._counts.update(why for _, why in stats.flat)

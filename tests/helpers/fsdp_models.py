@@ -279,7 +279,7 @@ def same(results, **wanted):
     return results
 
 
-def check(results, *, plain=0, copies=0, replans=0, rendezvous=1, divergences=0):
+def check(results, *, plain=0, copies=0, replans=0, rendezvous=1, reordered=0):
     """Same bits on every rank, and how the collectives were served.
 
     A number must be met exactly; None leaves it open. A segment that devices have kept of an
@@ -296,7 +296,7 @@ def check(results, *, plain=0, copies=0, replans=0, rendezvous=1, divergences=0)
             "copies": copies,
             "replans": replans,
             "rendezvous": rendezvous,
-            "divergences": divergences,
+            "reordered": reordered,
         }.items():
             saved = name == "rendezvous" and result.get("cached", 0) > 0
             less = saved and stats[name] < wanted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import fields
 from ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -150,7 +151,17 @@ def test_all_say_why_collectives_were_demoted():
 def test_they_show_what_there_is():
     from symmplan.runtime.stats import Stats
 
-    assert repr(Stats(plans=1, reasons=(("late", 2),))) == "Stats(plans=1, reasons=(('late', 2),))"
+    assert repr(Stats()) == "Stats()"
+    some = Stats(plans=1, placed=3, segment_bytes=2048, served=7, reasons=(("late", 2),))
+    assert repr(some).splitlines() == [
+        "Stats(plans=1, placed=3,",
+        "      segment_bytes=2 KiB,",
+        "      served=7, reasons=1)",
+    ]
+    whole = {f.name: 10**9 if f.type == "int" else (("a reason", 3),) * 9 for f in fields(Stats)}
+    shown = repr(Stats(**whole))
+    assert len(shown.splitlines()) == 3
+    assert all(f"{name}=" in shown for name in whole)
 
 
 def test_metrics_are_numbers_under_names_that_stay():

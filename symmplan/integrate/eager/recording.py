@@ -311,6 +311,13 @@ class IterationRecording:
         )
 
 
+#: What to do about a copy of what code of torch makes.
+_COMPILED = (
+    "code of torch makes it there: compile that with this call, by "
+    'torch.compile(..., backend="symmplan")'
+)
+
+
 def _parts(call: Recorded) -> str | None:
     """Of an all-to-all what is equal on all ranks if all its parts are; None if they are not."""
     if call.form is None:
@@ -332,12 +339,15 @@ def _copies(captured: Captured, recorder: Recorder) -> tuple[Copy, ...]:
         fix = "drop it, or what was made of it, before session.step()"
         if site.by_producer:
             target = site.source.target
-            fix = "let an op that takes out= write it, in memory from symmplan.placed.empty"
-            if is_allocation(target):
+            if producer in recorder.by_torch:
+                fix = _COMPILED
+            elif is_allocation(target):
                 fix = "allocate it with symmplan.placed.empty"
             elif isinstance(target, OpOverload) and out_overload(target) is not None:
                 what = target.overloadpacket.__name__
                 fix = f"write symmplan.placed.out(torch.{what}, ...) where it is made"
+            else:
+                fix = "let an op that takes out= write it, in memory from symmplan.placed.empty"
         elif site.kind == "argument":
             fix = "make it in the iteration, in memory from symmplan.placed.empty"
         found.append(

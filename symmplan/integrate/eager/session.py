@@ -14,7 +14,7 @@ from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import in_own_work
 from symmplan.coordination.sessions import SessionKeys, enter_session
 from symmplan.device import device_of
-from symmplan.errors import SessionError
+from symmplan.errors import RunError, SessionError
 from symmplan.integrate.eager.calls import counted, settle
 from symmplan.integrate.eager.faults import Faults
 from symmplan.integrate.eager.kernels import Cursor, declared_names, install, overload_name
@@ -61,7 +61,7 @@ class Session(OfOneProcess):
         #: What `stats` counts up to the last `step`.
         self._counts: Counter[str] = Counter()
         self._checked = Checked()
-        self._executor = executor(lambda: [self.plan], self._end)
+        self._executor = executor(self._plans, self._end)
         self._device = device if self._executor.serves else torch.device("cpu")
         self._there = device_of(self._device)
         #: Whether the thread that asks is one of the program: none before the session is entered.
@@ -74,9 +74,28 @@ class Session(OfOneProcess):
         return f"<symmplan.eager session: {state}, {len(self._events)} calls planned>"
 
     @property
-    def plan(self) -> Plan | None:
-        """The frozen plan; None while an iteration is being recorded."""
-        return None if self._frozen is None else self._frozen.plan
+    def planned(self) -> bool:
+        """Whether an iteration has been planned, so that there is a `plan`."""
+        return self._frozen is not None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, also after the session.
+
+        Raises:
+            RunError: There is none: no iteration was planned yet, see `planned`.
+        """
+        if self._frozen is None:
+            raise RunError(
+                "session.plan was asked for before there is a plan",
+                expected="a plan, made from a recorded iteration",
+                got=repr(self),
+                fix="call session.step() first; session.planned says whether there is a plan",
+            )
+        return self._frozen.plan
+
+    def _plans(self) -> list[Plan]:
+        return [] if self._frozen is None else [self._frozen.plan]
 
     @property
     @outside_graphs
@@ -199,7 +218,7 @@ class Session(OfOneProcess):
         if cursor.at != len(frozen.events):
             event = frozen.events[cursor.at]
             self._faults.diverge(
-                f"the iteration ended before call {cursor.at}, {event.name}",
+                f"the iteration ended before call {cursor.at}, {event.name} at {event.call.line}",
                 expected=f"{len(frozen.events)} declared calls",
                 got=cursor.at,
                 event=event,
@@ -278,10 +297,8 @@ class Session(OfOneProcess):
     def _serve(
         self, op: Any, keys: Any, args: Any, kwargs: Any, said: Any, kind: str = "op"
     ) -> Any:
-        """Make a call as the schedule says.
-
-        ``keys`` are the dispatch keys behind ours, ``said`` the arguments that say what it does.
-        """
+        """Make a call as the schedule says; ``said`` are the arguments that say what it does."""
+        # ``keys`` are the dispatch keys behind ours.
         if self._faults.failed or self._settings.group.forked:
             self._usable()
         assert self._cursor is not None
@@ -307,11 +324,7 @@ class Session(OfOneProcess):
         return result
 
     def _waited(self, tensor: torch.Tensor) -> None:
-        """Copy out a result that leaves the iteration, after its wait.
-
-        Objects that hold the tensor, such as torch's asynchronous tensors, hold the copy from now
-        on.
-        """
+        """Copy out a result that leaves, after its wait; who holds the tensor holds the copy."""
         assert self._frozen is not None
         event, operation = self._frozen.leaving.get(tensor.untyped_storage()._cdata, (None, ""))
         if event is None:

@@ -237,7 +237,7 @@ class Runtime:
             return None
         scheduled, in_order = self.schedule.follow(key)
         if scheduled is not None and not in_order:
-            self.counts["divergences"] += 1
+            self.counts["reordered"] += 1
         return scheduled
 
     def expected(self, key: Key, scheduled: ScheduledCollective | None = None) -> Expected | None:

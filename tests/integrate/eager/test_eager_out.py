@@ -101,7 +101,7 @@ def _same(rank, world_size, program, c10d):
     placed = []
 
     def check(tensor):
-        if session.plan is not None:
+        if session.planned:
             placed.append(locate(tensor) is not None)
 
     try:

@@ -122,7 +122,7 @@ def accumulation(rank, world, sync, reshard_after):
 @pytest.mark.parametrize("reshard_after", [True, False])
 @pytest.mark.parametrize("sync", [True, False])
 def test_gradient_accumulation(two, sync, reshard_after):
-    check(two.run(accumulation, sync, reshard_after), divergences=None)
+    check(two.run(accumulation, sync, reshard_after), reordered=None)
 
 
 def frozen(rank, world):
@@ -317,7 +317,7 @@ def evaluation(rank, world, mode, first):
 )
 def test_evaluation_between_training_steps(two, mode, first):
     """A pass without gradients uses the forward part of the plan."""
-    check(two.run(evaluation, mode, first), divergences=None)
+    check(two.run(evaluation, mode, first), reordered=None)
 
 
 def inference_only(rank, world):
@@ -330,7 +330,7 @@ def inference_only(rank, world):
 
 
 def test_a_program_without_gradients_is_planned_after_some_rounds(two):
-    stats = check(two.run(inference_only), divergences=None)
+    stats = check(two.run(inference_only), reordered=None)
     # The root stays unsharded, so a pass after the first one gathers 3 blocks.
     assert stats["recorded"] >= 8 * 4
     assert stats["recorded"] + stats["served"] == 4 + 15 * 3

@@ -57,15 +57,13 @@ def uneven_use(rank, world, orders):
     ],
 )
 def test_a_step_that_departs_from_the_plan_is_served_right(two, orders):
-    stats = check(two.run(uneven_use, orders), copies=None, divergences=None)
-    assert stats["divergences"] > 0
+    stats = check(two.run(uneven_use, orders), copies=None, reordered=None)
+    assert stats["reordered"] > 0
 
 
 def test_a_module_that_the_first_step_skipped_is_plain_once_and_then_planned(two):
     orders = [(0, 2), (0, 2), (0, 1, 2), (0, 1, 2), (0, 1, 2)]
-    stats = check(
-        two.run(uneven_use, orders), plain=3, replans=1, rendezvous=None, divergences=None
-    )
+    stats = check(two.run(uneven_use, orders), plain=3, replans=1, rendezvous=None, reordered=None)
     assert stats["reasons"] == {"the plan does not know this collective": 3}
 
 
@@ -83,7 +81,7 @@ def failing_step(rank, world):
 
 
 def test_a_step_that_fails_on_all_ranks_leaves_the_next_ones_right(two):
-    check(two.run(failing_step), copies=None, divergences=None)
+    check(two.run(failing_step), copies=None, reordered=None)
 
 
 def interrupted(rank, world, where, index):

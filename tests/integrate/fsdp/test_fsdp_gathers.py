@@ -61,7 +61,7 @@ def stepped(rank, world, options):
 
 
 def test_every_gather_of_the_plain_program_runs_in_its_order(two):
-    for result in same(two.run(stepped, {}), divergences=0, plain=0, copies=0, reused=0):
+    for result in same(two.run(stepped, {}), reordered=0, plain=0, copies=0, reused=0):
         plain, planned = result["logs"]
         assert len(plain) == 1 + 2 * BLOCKS
         assert planned == plain
@@ -71,7 +71,7 @@ def test_every_gather_of_the_plain_program_runs_in_its_order(two):
 def test_modules_that_are_to_stay_are_gathered_once(two, live, kept):
     """Besides the root's two blocks have bytes; of more the last ones stay."""
     options = {"unsharded_modules": live}
-    for result in same(two.run(stepped, options), divergences=0, plain=0, copies=0, replans=0):
+    for result in same(two.run(stepped, options), reordered=0, plain=0, copies=0, replans=0):
         plain, planned = result["logs"]
         assert planned == plain[: 1 + BLOCKS] + plain[1 + BLOCKS + kept :]
         assert result["stats"]["reused"] == 3 * kept  # the first step was recorded
@@ -238,7 +238,7 @@ CHANGES = [its_shard, past_counters, one_element, its_optimizer, own_tensors, ev
 @pytest.mark.parametrize("where", ["between", "forward"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_shards_that_change_on_some_ranks_are_gathered_as_they_are(two, change, where):
-    same(two.run(changed, change, where), copies=0, plain=0, divergences=0)
+    same(two.run(changed, change, where), copies=0, plain=0, reordered=0)
 
 
 def evaluated(rank, world, what, live):

@@ -106,7 +106,7 @@ def other_groups(rank, world):
 @pytest.mark.further
 def test_a_module_that_changes_its_group_is_plain_once_and_then_planned(four):
     results = four.run(other_groups)
-    stats = check(results, plain=4, replans=1, rendezvous=None, divergences=None)
+    stats = check(results, plain=4, replans=1, rendezvous=None, reordered=None)
     assert stats["reasons"] == {"it ran over another group than planned": 4}
 
 

@@ -143,7 +143,7 @@ def test_fewer_need_fewer_bytes_and_all_compute_the_same(two, ahead, algorithm):
         for result in two.run(told, live, ahead, algorithm):
             assert result["differences"] == []
             stats = result["stats"]
-            assert stats["replans"] == stats["plain"] == stats["divergences"] == 0
+            assert stats["replans"] == stats["plain"] == stats["reordered"] == 0
             count, peak, advice, line = result["looked"]
             assert line == f"unsharded modules: {count} at once"
             bytes_of[live] = peak
