@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -122,11 +123,21 @@ def values_of(mode: Any) -> AbstractContextManager[Any]:
 
 
 def decompose(gm: Any, mode: Any) -> None:
-    """Make functionalized custom ops copies and the ops themselves, in place."""
+    """Make functionalized custom ops copies and the ops themselves, in place.
+
+    A functionalized op that writes nothing has a tuple of its results. Where that is one tensor,
+    torch leaves the ``getitem``, which would take the tensor's first row.
+    """
     from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
 
     with values_of(mode):
         decompose_auto_functionalized(gm.graph)
+    for node in gm.graph.find_nodes(op="call_function", target=operator.getitem):
+        source = node.args[0]
+        schema = getattr(source.target, "_schema", None)
+        if schema is not None and [str(r.type) for r in schema.returns] == ["Tensor"]:
+            node.replace_all_uses_with(source)
+            gm.graph.erase_node(node)
 
 
 def _metadata() -> Any:

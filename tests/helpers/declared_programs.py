@@ -10,6 +10,7 @@ import torch
 from attrs import frozen
 
 _TENSORS = ("Tensor", "Tensor", "Tensor?", "Tensor[]", "Tensor?[]", "Tensor({}!)", "Tensor({}!)[]")
+_TENSORS = (*_TENSORS, "Tensor({}!)?")
 _OTHERS = ("int", "str", "str?", "float", "int[]", "bool")
 _NAMES = ("input", "x", "out", "group", "group_name", "pg", "tag", "mode", "dim")
 _LIBRARIES: list[Any] = []
@@ -22,6 +23,7 @@ class Declared:
 
     op: Any
     arguments: tuple[tuple[str, str], ...]
+    positional: int  # how many of them may be given without a name
     schema: str
 
 
@@ -87,7 +89,10 @@ def random_op(seed: int) -> Declared:
     written = frozenset(i for i, k in enumerate(kinds) if "{}" in k)
     if not results and not written:
         results = ("Tensor",)
-    text = ", ".join(f"{t} {n}" for t, n in zip(types_, names, strict=True))
+    positional = dice.choice((len(names), dice.randint(0, len(names))))
+    parts = [f"{t} {n}" for t, n in zip(types_, names, strict=True)]
+    named = ["*"] if positional < len(names) else []
+    text = ", ".join([*parts[:positional], *named, *parts[positional:]])
     schema = f"f{seed}({text}) -> ({', '.join(results)})"
     library = torch.library.Library("symmtest_any", "FRAGMENT")
     _LIBRARIES.append(library)
@@ -114,7 +119,7 @@ def random_op(seed: int) -> Declared:
         wanted = [*names, "nowhere", "return", dice.choice(tensors)]
         _upstream_declares(library, f"f{seed}", dice.sample(wanted, dice.randint(1, len(wanted))))
     op = getattr(torch.ops.symmtest_any, f"f{seed}").default
-    return Declared(op, tuple(zip(names, kinds, strict=True)), schema)
+    return Declared(op, tuple(zip(names, kinds, strict=True)), positional, schema)
 
 
 def random_program(seed: int, group: str) -> tuple[Any, str]:
@@ -128,7 +133,7 @@ def random_program(seed: int, group: str) -> tuple[Any, str]:
             pick = lambda: dice.randrange(6)  # noqa: E731
             if kind in ("Tensor", "Tensor({}!)"):
                 values.append(("tensor", pick()))
-            elif kind == "Tensor?":
+            elif kind in ("Tensor?", "Tensor({}!)?"):
                 values.append(("tensor", pick()) if dice.random() < 0.6 else ("plain", None))
             elif kind.startswith("Tensor"):
                 # Inductor itself is wrong about an empty list that is written.
@@ -141,7 +146,7 @@ def random_program(seed: int, group: str) -> tuple[Any, str]:
                     "str": [group, "no such group", ""], "str?": [group, None, "elsewhere"],
                 }  # fmt: skip
                 values.append(("plain", dice.choice(choices[kind])))
-        plans.append((op.op, values))
+        plans.append((op, values))
 
     def program(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
         made = [x + 1, y * 2, x.clone(), (x - y)[1:], (y + 3).t(), torch.relu(y)]
@@ -150,7 +155,9 @@ def random_program(seed: int, group: str) -> tuple[Any, str]:
                 made[v] if k == "tensor" else [made[i] for i in v] if k == "list" else v
                 for k, v in values
             ]
-            results = op(*args)
+            names = [name for name, _ in op.arguments]
+            named = zip(names[op.positional :], args[op.positional :], strict=True)
+            results = op.op(*args[: op.positional], **dict(named))
             made += [r * 2 for r in _tensors([results])]
         return [m + 1 for m in made]
 

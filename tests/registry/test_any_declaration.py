@@ -23,6 +23,47 @@ def _flat(value):
     return [x for v in value for x in (_flat(v) if isinstance(v, (list, tuple)) else [v])]
 
 
+def _in_session(rank, world_size, seeds):
+    """Run random programs in sessions; what went wrong, and how much of it was placed."""
+    import torch.distributed as dist
+    from declared_programs import random_program
+
+    import symmplan
+    from symmplan.coordination.own import own_work
+
+    placed, wrong = 0, []
+    for seed in seeds:
+        program, schemas = random_program(seed, dist.group.WORLD.group_name)
+        generator = torch.Generator().manual_seed(seed + 100 * rank)
+
+        def drawn(generator=generator):
+            return [torch.randint(-9, 9, (4, 4), generator=generator).float() for _ in range(2)]
+
+        try:
+            with symmplan.eager(timeout=20.0, memory="shm") as session:
+                for _ in range(3):
+                    mine = drawn()
+                    others = [x.clone() for x in mine]
+                    got = program(*mine)
+                    with own_work:
+                        want = program(*others)
+                    pairs = list(zip(_flat([got, mine]), _flat([want, others]), strict=True))
+                    assert all(torch.equal(a, b) for a, b in pairs), pairs
+                    del got, mine, pairs
+                    session.step()
+                placed += session.stats.placed
+        except Exception as error:  # noqa: BLE001
+            wrong.append((seed, schemas, f"{type(error).__name__}: {error}"[:800]))
+    return wrong, placed
+
+
+@pytest.mark.parametrize("seeds", [range(600, 608), range(608, 640), range(640, 670)])
+def test_no_declaration_makes_a_session_fail(pool, seeds):
+    for wrong, placed in pool.run(_in_session, seeds):
+        assert not wrong
+        assert placed > len(seeds)
+
+
 def _check(rank, world_size, seeds, inner):
     """Compile and plan random programs; what went wrong, and how much of it was placed."""
     import warnings
