@@ -64,8 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     about = "instances with the columns id,lower,upper,size (half-open) instead of generated ones"
     add("--csv", nargs="+", metavar="FILE", help=about)
-    efforts = ("fast", "optimal", "both")
-    add("--effort", choices=efforts, default="both", help="default: both")
     add("--quick", action="store_const", const=True, help="a few small cases only")
 
 
@@ -75,7 +73,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ProblemError: A CSV file cannot be read.
     """
-    efforts = ("fast", "optimal") if args.effort == "both" else (args.effort,)
     sizes = _QUICK if args.quick else _FULL
     # All files first: a bad one must not cost the minutes of those before it.
     files = [(Path(path).name, Problem.from_csv(path)) for path in args.csv or ()]
@@ -84,17 +81,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     instances = files or list(_generated(sizes))
     for i, given in enumerate(instances):
         progress.mark(f"{given[0]}, {len(given[1].buffers):,} buffers", i / len(instances))
-        found.append(_instance(*given, efforts, others))
+        found.append(_instance(*given, others))
     progress.mark("programs and scale")
     result: dict[str, Any] = {
         "command": command.words_of(args),
         "machine": {**command.hardware(), "versions": _versions()},
         "instances": found,
-        "summary": _summary(found, (*efforts, *_OTHERS)),
+        "summary": _summary(found, ("symmplan", *_OTHERS)),
     }
     if not args.csv:
         result["programs"] = [
-            {"name": name, "buffers": len(problem.buffers), **_planned(problem, "fast")[1]}
+            {"name": name, "buffers": len(problem.buffers), **_planned(problem)[1]}
             for name, problem in _programs(sizes)
         ]
         result["scale"] = _scale(sizes)
@@ -129,19 +126,17 @@ def _generated(sizes: dict[str, Any]) -> Iterator[tuple[str, Problem]]:
         yield name, Problem.from_intervals(rows)
 
 
-def _instance(
-    name: str, problem: Problem, efforts: tuple[str, ...], others: dict[str, Callable[..., Any]]
-) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": name, "buffers": len(problem.buffers)}
-    for effort in efforts:
-        made, row[effort] = _planned(problem, effort)
-        row["lower_bound_bytes"] = made.lower_bound_bytes
-    return {**row, **{packer: _other(made, offsets) for packer, offsets in others.items()}}
+def _instance(name: str, problem: Problem, others: dict[str, Callable[..., Any]]) -> dict[str, Any]:
+    made, ours = _planned(problem)
+    theirs = {packer: _other(made, offsets) for packer, offsets in others.items()}
+    bound = made.lower_bound_bytes
+    about = {"name": name, "buffers": len(problem.buffers), "lower_bound_bytes": bound}
+    return {**about, "symmplan": ours, **theirs}
 
 
-def _planned(problem: Problem, effort: Any) -> tuple[Plan, dict[str, Any]]:
+def _planned(problem: Problem) -> tuple[Plan, dict[str, Any]]:
     begin = time.process_time()
-    made = plan(problem, effort=effort)
+    made = plan(problem)
     seconds = time.process_time() - begin
     made.verify()
     return made, {
@@ -195,8 +190,7 @@ def _other(made: Plan, offsets_of: Callable[[Problem], dict[str, int]]) -> dict[
     peak = max(offset + size[name] for name, offset in offsets.items())
     segment = evolve(made.segments[0], nbytes=peak)
     placements = {n: Placement(segment.name, offsets[n], size[n]) for n in sorted(offsets)}
-    optimal = peak == made.lower_bound_bytes
-    theirs = evolve(made, segments=(segment,), placements=placements, barriers=(), optimal=optimal)
+    theirs = evolve(made, segments=(segment,), placements=placements, barriers=())
     try:
         theirs.verify()
     except SymmplanError as e:
@@ -247,7 +241,7 @@ def _scale(sizes: dict[str, Any]) -> dict[str, Any]:
 
 def _scale_point(count: int) -> dict[str, Any]:
     problem = Problem.from_intervals(instances.steady_stream(count, overlap=100))
-    _, row = _planned(problem, "fast")
+    _, row = _planned(problem)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     kib = used // 1024 if sys.platform == "darwin" else used
     return {"buffers": count, **row, "max_rss_mib": round(kib / 1024, 1)}
@@ -295,11 +289,11 @@ def render(result: dict[str, Any]) -> str:
     if "programs" not in result:
         return "\n".join(lines)
     rows = [[row["name"], row["buffers"], _cell(row)] for row in result["programs"]]
-    lines += ["", *command.cells(["program", "buffers", "fast"], rows)]
+    lines += ["", *command.cells(["program", "buffers", "symmplan"], rows)]
     scale, order = result["scale"], result["order"]
     points = [[p["buffers"], _cell(p), p["max_rss_mib"]] for p in scale["points"]]
     lines += [f"overlap 100, log-log slope {scale['log_log_slope']}"]
-    lines += command.cells(["buffers", "fast", "MiB"], points)
+    lines += command.cells(["buffers", "symmplan", "MiB"], points)
     return "\n".join([*lines, _ORDER.format(**order)])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from symmplan.errors import OptionError
 from symmplan.model import Plan, Problem
@@ -20,7 +20,6 @@ def plan(
     program: fx.Graph | fx.GraphModule | ExportedProgram | Problem,
     example_inputs: Sequence[Any] | None = None,
     *,
-    effort: Literal["fast", "optimal"] = "fast",
     capacity: int | str | None = None,
     default_group: str | None = None,
 ) -> Plan:
@@ -30,9 +29,6 @@ def plan(
         program: An ``fx.Graph``, a ``GraphModule``, an ``ExportedProgram`` or a `Problem`.
         example_inputs: Inputs from which shapes are derived, on fake tensors, if the graph's nodes
             have no shapes. Only for graphs.
-        effort: ``"fast"``, or ``"optimal"`` for a search with a proof, which takes up to half a
-            minute. ``plan.search`` says whether the search was complete, ended at its limit of
-            work, or was skipped because there are too many buffers.
         capacity: Most bytes of all segments together, as a number or as text such as
             ``"40GiB"``; None for no limit.
         default_group: Name of the process group of declared ops that name none; the world if None.
@@ -43,8 +39,7 @@ def plan(
     Raises:
         CaptureError: The program is of another kind, or has no sizes.
         CapacityError: The buffers do not fit into ``capacity``.
-        OptionError: ``capacity`` is not a number of bytes, there is no such effort, or
-            ``default_group`` is not a name.
+        OptionError: ``capacity`` is not a number of bytes, or ``default_group`` is not a name.
         MissingSeamError: This torch lacks a name that captures need.
 
     Collective: no.
@@ -56,11 +51,9 @@ def plan(
     """
     from symmplan.planner import plan as plan_problem
     from symmplan.planner.budget import bytes_of
-    from symmplan.planner.plan import check_effort
     from symmplan.report.log import log_plan
 
     nbytes = bytes_of(capacity)
-    check_effort(effort)
     if default_group is not None and not isinstance(default_group, str):
         raise OptionError(
             f"default_group is {default_group!r}",
@@ -76,7 +69,7 @@ def plan(
 
         captured = capture_fx(program, example_inputs, default_group=default_group)
         program = captured.problem
-    made = plan_problem(program, effort=effort, capacity=nbytes)
+    made = plan_problem(program, capacity=nbytes)
     made.verify()
     log_plan("symmplan.plan", made)
     return made

@@ -334,7 +334,6 @@ def test_the_notebook_plans_and_draws(capsys):
         assert "".join(t for o in kept for t in o["text"]) == printed, "run the notebook again"
     assert "reached: no plan needs fewer bytes" in said
     assert "fix: increase the capacity" in said
-    assert "complete True True" in said
     assert "plan" in cells  # whose value is shown
     assert "<iframe" in space["plan"]._repr_html_()
 

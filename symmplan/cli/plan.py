@@ -8,12 +8,10 @@ is always verified by code that did not make it.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import logging
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from symmplan.cli import files
 from symmplan.cli.files import render_plan as render
@@ -22,21 +20,12 @@ from symmplan.model import Problem
 from symmplan.planner.budget import bytes_of
 from symmplan.planner.intervals import problem_from_csv
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 __all__ = ["add_arguments", "render", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``symmplan plan``."""
     parser.add_argument("file", metavar="FILE", type=Path)
-    parser.add_argument(
-        "--effort",
-        choices=("fast", "optimal"),
-        default="fast",
-        help="how hard to search for fewer bytes (default: %(default)s)",
-    )
     parser.add_argument(
         "--capacity",
         metavar="SIZE",
@@ -72,29 +61,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         problem = problem_from_csv(args.file, text)
     else:
         problem = files.from_text(args.file, text, Problem.from_json)
-    what = f"planning {len(problem.buffers):,} buffers, effort {args.effort} ..."
-    print(what, file=sys.stderr, flush=True)
+    print(f"planning {len(problem.buffers):,} buffers ...", file=sys.stderr, flush=True)
     begin = time.perf_counter()
-    with _log_on_stderr():  # how far a long search is
-        plan = make_plan(problem, effort=args.effort, capacity=args.capacity)
+    plan = make_plan(problem, capacity=args.capacity)
     middle = time.perf_counter()
     plan.verify()
     end = time.perf_counter()
     times = {"plan_s": round(middle - begin, 6), "verify_s": round(end - middle, 6)}
     return {**files.plan_result(plan, args), **times}
-
-
-@contextlib.contextmanager
-def _log_on_stderr() -> Iterator[None]:
-    """Show what symmplan logs meanwhile, unless somebody shows it already."""
-    log, handler = logging.getLogger("symmplan"), logging.StreamHandler()
-    level, quiet = log.level, not log.isEnabledFor(logging.INFO)
-    if quiet:
-        log.setLevel(logging.INFO)
-        log.addHandler(handler)
-    try:
-        yield
-    finally:
-        if quiet:
-            log.setLevel(level)
-            log.removeHandler(handler)

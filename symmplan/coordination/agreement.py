@@ -40,7 +40,7 @@ _ORDER = (
 #: Names of process groups differ over a mesh; their order of appearance does not.
 _GROUP_KEYS = frozenset({"group", "groups", "shared_groups"})
 #: For people, or proofs: takes no part in the fingerprint.
-_IGNORED = frozenset({"unplanned", "bounds", "effort", "optimal", "lower_bound_bytes", "budget"})
+_IGNORED = frozenset({"unplanned", "bounds", "lower_bound_bytes", "budget"})
 _PEOPLE = frozenset({"op", "where", "dtype", "shape"})
 _ABSENT = "nothing"
 

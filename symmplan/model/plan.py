@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
@@ -56,8 +56,7 @@ class SegmentSpec:
         witness: Buffers that prove the bound; of buffers that share an offset, the first.
         proof: ``"clique"``: the witnesses conflict pairwise and their sizes, rounded up to the
             segment's least alignment, sum to the bound. ``"pin"``: the one witness is pinned and
-            ends there. ``"search"``: a complete search found nothing lower; the witnesses are
-            the heaviest set known, and their sum is less than the bound.
+            ends there.
     """
 
     name: str
@@ -172,11 +171,6 @@ class Plan:
         segments: The symmetric allocations, in canonical order.
         placements: ``{buffer name: Placement}``, in canonical order.
         barriers: The barriers that must run besides the program. See [Note: peers count].
-        effort: ``"fast"`` or ``"optimal"``.
-        optimal: Whether ``peak_bytes`` is proven minimal: it equals ``lower_bound_bytes``.
-        search: How the search for fewer bytes ended: ``"complete"``, nothing was left to try
-            inside the segments; ``"limit"``, its work was used up; ``"skipped"``, a segment has
-            too many buffers to be searched together. No part of the fingerprint.
         bounds: Bounds that replace those of the segments of their groups: one for each set of
             groups that could share segments and have several.
         budget: What a budget demoted; None if nothing had to. No part of the fingerprint.
@@ -191,9 +185,6 @@ class Plan:
     segments: tuple[SegmentSpec, ...]
     placements: Mapping[str, Placement]
     barriers: tuple[Barrier, ...] = ()
-    effort: Literal["fast", "optimal"] = "fast"
-    optimal: bool = False
-    search: str = "complete"
     bounds: tuple[Bound, ...] = ()
     budget: Budget | None = field(default=None, eq=False)
     unsharded_modules: int | None = field(default=None, eq=False)
@@ -224,6 +215,11 @@ class Plan:
         return sum(b.nbytes for b in self.bounds) + sum(
             s.lower_bound_bytes for s in self.segments if not joint.intersection(s.groups)
         )
+
+    @property
+    def optimal(self) -> bool:
+        """Whether `peak_bytes` is proven minimal: it equals `lower_bound_bytes`."""
+        return self.peak_bytes == self.lower_bound_bytes
 
     @property
     def gap(self) -> float:

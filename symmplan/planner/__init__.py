@@ -4,6 +4,6 @@ Order (happens-before as clocks) -> items (live ranges) -> segments -> packing -
 `symmplan.planner.verify` checks the result. It shares no code with any of these.
 """
 
-from symmplan.planner.plan import check_effort, plan
+from symmplan.planner.plan import plan
 
-__all__ = ["check_effort", "plan"]
+__all__ = ["plan"]

@@ -254,7 +254,7 @@ def _unsharded_modules(plan: Plan) -> Iterator[Advice]:
     """The saving of one unsharded module less, and the cost of one more."""
     alive, peak = plan.unsharded_modules or 0, plan.peak_bytes
     for other in (a for a in plan.alternatives if a.demotion is None):
-        needs = _needs(other, plan)
+        needs = _needs(other)
         asked = f"unsharded_modules={other.unsharded_modules} needs {abs(needs - peak):,} bytes"
         if other.unsharded_modules < alive and needs < peak:
             text = f"{asked} less; a gather may then have to wait for the module before it"
@@ -273,7 +273,7 @@ def _demotions(plan: Plan) -> Iterator[Advice]:
         demotion = other.demotion
         if demotion is None:
             continue
-        saves = plan.peak_bytes - _needs(other, plan)
+        saves = plan.peak_bytes - _needs(other)
         seconds = demotion.seconds
         cost = "not measured" if seconds is None else f"{seconds * 1e3:.3g} ms more in a step"
         text = (
@@ -283,8 +283,6 @@ def _demotions(plan: Plan) -> Iterator[Advice]:
         yield Advice("demotion", max(0, saves), text)
 
 
-def _needs(other: Alternative, plan: Plan) -> int:
+def _needs(other: Alternative) -> int:
     """Bytes that a plan otherwise needs."""
-    return plan_with_parameters(
-        other.problem, other.parameters, plan.effort, other.slots
-    ).peak_bytes
+    return plan_with_parameters(other.problem, other.parameters, other.slots).peak_bytes

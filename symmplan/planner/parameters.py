@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from attrs import evolve, frozen
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from symmplan.model import Plan, Problem
 
 __all__ = ["plan_with_parameters", "without_room"]
-
-_Effort = Literal["fast", "optimal"]
 
 
 @frozen
@@ -65,7 +63,6 @@ class _Placed:
 def plan_with_parameters(
     problem: Problem,
     parameters: frozenset[str],
-    effort: _Effort,
     slots: frozenset[str] = frozenset(),
 ) -> Plan:
     """A plan in which some buffers get the first bytes of their segments, and few share these.
@@ -74,23 +71,22 @@ def plan_with_parameters(
         problem: What is to be planned; ``together`` names the ``parameters`` that share an offset,
             each with the first of them.
         parameters: Names of the buffers that are the parameters themselves.
-        effort: How hard the planner tries.
         slots: Names of those that may have bytes of the parameters: nobody keeps them for longer
             than planned.
     """
     if not parameters:
-        return plan_problem(problem, effort=effort)
+        return plan_problem(problem)
     # Groups may share segments in another way when parts are planned apart: then none do.
     apart = evolve(problem, shared_groups=[])
     candidates = [problem] if problem == apart else [problem, apart]
     for one in candidates:
         with contextlib.suppress(PlanningError):
-            return _pinned(one, parameters, slots, effort)
-    return plan_problem(problem, effort=effort)
+            return _pinned(one, parameters, slots)
+    return plan_problem(problem)
 
 
 def without_room(
-    problem: Problem, parameters: frozenset[str], asked: Sequence[str], effort: _Effort
+    problem: Problem, parameters: frozenset[str], asked: Sequence[str]
 ) -> frozenset[str]:
     """Which of ``asked`` a plan has no room for. See [Note: room for one module more].
 
@@ -99,11 +95,10 @@ def without_room(
         parameters: As there.
         asked: Names of parameters that were unsharded outside of training passes, in the order in
             which they get room.
-        effort: How hard the planner tries.
     """
 
     def needed(names: frozenset[str]) -> int:
-        return _placed(_only(problem, names), problem.together, effort).total
+        return _placed(_only(problem, names), problem.together).total
 
     sizes = {b.name: b.nbytes for b in problem.buffers}
     taken = parameters - frozenset(asked)
@@ -116,9 +111,7 @@ def without_room(
     return parameters - taken
 
 
-def _pinned(
-    problem: Problem, parameters: frozenset[str], slots: frozenset[str], effort: _Effort
-) -> Plan:
+def _pinned(problem: Problem, parameters: frozenset[str], slots: frozenset[str]) -> Plan:
     """A plan in which each module's ``parameters`` lie at one offset.
 
     The others lie behind them, and ``slots`` wherever there is room then.
@@ -129,9 +122,8 @@ def _pinned(
     first = {other: leader for leader, other in problem.together}
     others = plan_problem(
         _only(problem, frozenset(b.name for b in problem.buffers) - parameters - slots),
-        effort=effort,
     )
-    placed = _placed(_only(problem, parameters), problem.together, effort)
+    placed = _placed(_only(problem, parameters), problem.together)
     below = functools.partial(_below, others, placed.nbytes)
     pinned = []
     for b in problem.buffers:
@@ -144,10 +136,10 @@ def _pinned(
     # What is always in use is so beside the other gathers of its module.
     always = {first.get(b.name, b.name) for b in problem.buffers if b.persistent}
     together = [pair for pair in problem.together if pair[0] in always]
-    return plan_problem(evolve(problem, buffers=pinned, together=together), effort=effort)
+    return plan_problem(evolve(problem, buffers=pinned, together=together))
 
 
-def _placed(own: Problem, together: Sequence[tuple[str, str]], effort: _Effort) -> _Placed:
+def _placed(own: Problem, together: Sequence[tuple[str, str]]) -> _Placed:
     """Where modules lie whose gathers are the buffers of a problem.
 
     See [Note: one offset, several live ranges].
@@ -157,7 +149,7 @@ def _placed(own: Problem, together: Sequence[tuple[str, str]], effort: _Effort) 
     first: dict[str, str] = {}
     for name, of in site.items():
         first.setdefault(of, name)
-    alone = plan_problem(_only(own, frozenset(first.values())), effort=effort)
+    alone = plan_problem(_only(own, frozenset(first.values())))
     lies = {of: alone.placements[name] for of, name in first.items()}
     gathers = items_of(own)
     pairs = [(first[of], name) for name, of in site.items() if first[of] != name]

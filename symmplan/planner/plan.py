@@ -7,13 +7,12 @@ forbid it.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import networkx as nx
 import numpy as np
-from attrs import evolve
 
-from symmplan.errors import CapacityError, OptionError, PlanningError, closest
+from symmplan.errors import CapacityError, OptionError, PlanningError
 from symmplan.model import Bound, Placement, Plan, SegmentSpec
 from symmplan.planner.barriers import barriers_of
 from symmplan.planner.items import conflicts_of, items_of
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from symmplan.planner.order import Ints, Order
     from symmplan.planner.packing.task import Packing, Task
 
-__all__ = ["check_effort", "plan"]
+__all__ = ["plan"]
 
 
 #: The segments that serve one set of groups: what lies in each, and where.
@@ -39,26 +38,22 @@ _Families: TypeAlias = "dict[tuple[int, ...], _Packed]"
 
 
 @uncollected()
-def plan(
-    problem: Problem, *, effort: Literal["fast", "optimal"] = "fast", capacity: int | None = None
-) -> Plan:
+def plan(problem: Problem, *, capacity: int | None = None) -> Plan:
     """Place every buffer of a problem. Collective: no; equal problems give equal plans anywhere.
+
+    It improves the plan until the bound is met or its work is used up, about a second for some
+    hundred buffers that fit badly. Work is counted and never the clock.
 
     Args:
         problem: What the program does.
-        effort: ``"fast"`` improves until the bound is met or its work is used up, about a second
-            for some hundred buffers that fit badly; ``"optimal"`` searches on until no fewer bytes
-            are possible, with 28 times the work, some half a minute. Work is counted and never
-            the clock. `Plan.search` says whether it was complete; long searches log progress.
         capacity: Most bytes that all segments may take together, or None.
 
     Raises:
-        OptionError: There is no such effort, or ``capacity`` is not a number of bytes.
+        OptionError: ``capacity`` is not a number of bytes.
         PlanningError: Constraints contradict each other.
         CapacityError: The buffers do not fit into ``capacity``; ``buffers`` names some that
             cannot fit together.
     """
-    check_effort(effort)
     if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int)):
         raise OptionError(
             f"capacity is {capacity!r}",
@@ -67,36 +62,22 @@ def plan(
             fix="pass bytes as int",
         )
     items = items_of(problem)
-    families = _families(problem, items, effort, capacity)
-    result = _assemble(problem, items, families, effort)
+    result = _assemble(problem, items, _families(problem, items))
     if capacity is not None and result.peak_bytes > capacity:
         _raise_capacity(result, capacity)
     return result
 
 
-def check_effort(effort: str) -> None:
-    """Raise `OptionError` if there is no such effort."""
-    if effort not in ("fast", "optimal"):
-        close = closest(effort, ("fast", "optimal"))
-        raise OptionError(
-            f"effort is {effort!r}",
-            expected='"fast" or "optimal"',
-            got=repr(effort),
-            fix=f"did you mean {close!r}?" if close else 'use effort="fast"',
-        )
-
-
-def _families(problem: Problem, items: Items, effort: str, capacity: int | None) -> _Families:
+def _families(problem: Problem, items: Items) -> _Families:
     """One family per group, merged where sharing a segment lowers the total."""
     rules = _Rules(problem, items)
-    goal = capacity if len(items.groups) == 1 else None
     singles = [(g,) for g in range(len(items.groups))]
-    found: _Families = {only: _solve(items, rules, only, effort, goal) for only in singles}
+    found: _Families = {only: _solve(items, rules, only) for only in singles}
     for groups in _mergeable(problem, items):
         left = tuple(g for g in groups if (g,) in found)
         if len(left) < 2:
             continue
-        merged = _solve(items, rules, left, effort)
+        merged = _solve(items, rules, left)
         if _nbytes(merged) < sum(_nbytes(found[g,]) for g in left):
             found[left] = merged
             for g in left:
@@ -108,18 +89,12 @@ def _nbytes(packed: _Packed) -> int:
     return sum(task.unit * packing.peak for task, packing in packed)
 
 
-def _solve(
-    items: Items, rules: _Rules, groups: tuple[int, ...], effort: str, goal: int | None = None
-) -> _Packed:
+def _solve(items: Items, rules: _Rules, groups: tuple[int, ...]) -> _Packed:
     which = np.flatnonzero(np.isin(items.group, groups))
     tasks = tuple(task_of(items, part) for part in rules.assign(which))
     for task in tasks:
         _check_pins(items, task)
-    if len(tasks) > 1:
-        goal = None  # the capacity is for all of them together
-    return [
-        (t, pack(t, effort=effort, goal=None if goal is None else goal // t.unit)) for t in tasks
-    ]
+    return [(task, pack(task)) for task in tasks]
 
 
 def _mergeable(problem: Problem, items: Items) -> list[tuple[int, ...]]:
@@ -229,9 +204,7 @@ def _check_pins(items: Items, task: Task) -> None:
         )
 
 
-def _assemble(
-    problem: Problem, items: Items, families: _Families, effort: Literal["fast", "optimal"]
-) -> Plan:
+def _assemble(problem: Problem, items: Items, families: _Families) -> Plan:
     segments: list[SegmentSpec] = []
     bounds: list[Bound] = []
     where: dict[str, Placement] = {}
@@ -260,18 +233,13 @@ def _assemble(
         if len(parts) > 1:
             bounds.append(_joint_bound(items, parts, joint))
     placements = {name: where[name] for name in sorted(where)}
-    made = Plan(
+    return Plan(
         problem=problem,
         segments=tuple(segments),
         placements=placements,
         barriers=barriers_of(problem, items, placements),
-        effort=effort,
         bounds=tuple(bounds),
     )
-    ends = {packing.search for packed in families.values() for _, packing in packed}
-    optimal = made.peak_bytes == made.lower_bound_bytes
-    search = "complete" if optimal else min(ends, key=("skipped", "limit", "complete").index)
-    return evolve(made, optimal=optimal, search=search)
 
 
 def _names(items: Items, task: Task, witness: Ints) -> tuple[str, ...]:
@@ -304,9 +272,7 @@ def _raise_capacity(made: Plan, capacity: int) -> None:
         f"{len(made.placements)} buffers take {made.peak_bytes} bytes; {why}",
         expected=f"at most {capacity} bytes",
         got=f"{made.peak_bytes}, proven minimum {made.lower_bound_bytes}",
-        fix="increase the capacity, or order or drop some of the buffers named in `buffers`"
-        if proven or made.effort == "optimal"
-        else 'try effort="optimal", or increase the capacity',
+        fix="increase the capacity, or order or drop some of the buffers named in `buffers`",
         buffers=buffers,
         capacity=capacity,
         peak_bytes=made.peak_bytes,

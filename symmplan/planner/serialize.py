@@ -74,9 +74,6 @@ def plan_to_json(plan: Plan) -> str:
         },
         "barriers": [_tree(b) for b in plan.barriers],
         "bounds": [_tree(b) for b in plan.bounds],
-        "effort": plan.effort,
-        "optimal": plan.optimal,
-        "search": plan.search,
     }
     if plan.budget is not None:
         gave = [_tree(g) for g in plan.budget.demotions]
@@ -102,10 +99,7 @@ def plan_from_json(text: str) -> Plan:
         placements={name: placed[name] for name in sorted(placed)},
         barriers=_objects(Barrier, "barriers", tree.get("barriers", [])),
         bounds=_objects(Bound, "bounds", tree.get("bounds", [])),
-        effort=_value("effort", tree.get("effort", "fast"), str),
-        optimal=_value("optimal", tree.get("optimal", False), bool),
         budget=_budget(tree.get("budget")),
-        search=_value("search", tree.get("search", "complete"), str),
     )
     made.verify()
     return made

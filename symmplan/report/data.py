@@ -31,9 +31,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     """
     return {
         "fingerprint": plan.fingerprint,
-        "effort": plan.effort,
         "optimal": plan.optimal,
-        "search": plan.search,
         "buffers": len(plan.placements),
         "operations": len(plan.problem.operations),
         "segments": len(plan.segments),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.report.data import drawing
 from symmplan.report.format import count, size
-from symmplan.report.text import ENDS, plan_summary
+from symmplan.report.text import plan_summary
 
 if TYPE_CHECKING:
     import os
@@ -140,7 +140,6 @@ def tiles(facts: list[tuple[str, str, str]]) -> str:
 
 
 def _facts(plan: Plan, advice: tuple[Any, ...]) -> list[tuple[str, str, str]]:
-    reached = plan.peak_bytes == plan.lower_bound_bytes
     missed = sum(tensor.needed for tensor in plan.unplanned)
     free = len(plan.unplanned) - missed
     saves = max((a.saves for a in advice), default=0)
@@ -151,7 +150,7 @@ def _facts(plan: Plan, advice: tuple[Any, ...]) -> list[tuple[str, str, str]]:
     saved = f"{plan.unshared_bytes / plan.peak_bytes:.1f} x peak" if plan.peak_bytes else ""
     return [
         ("peak", size(plan.peak_bytes), count(len(plan.segments), "segment")),
-        ("lower bound", size(plan.lower_bound_bytes), "reached" if reached else ENDS[plan.search]),
+        ("lower bound", size(plan.lower_bound_bytes), "reached" if plan.optimal else "not reached"),
         ("one buffer per tensor", size(plan.unshared_bytes), saved),
         ("buffers", f"{len(plan.placements):,}", count(len(plan.barriers), "barrier")),
         ("could save", size(saves), told),

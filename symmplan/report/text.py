@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from symmplan.model import Plan, Problem, Unplanned
 
-__all__ = ["ENDS", "plan_line", "plan_summary", "problem_line", "reasons_line"]
+__all__ = ["plan_line", "plan_summary", "problem_line", "reasons_line"]
 
 #: How many barriers or left-out tensors are listed before "and n more"; the JSON and the HTML
 #: page have all of them.
@@ -21,14 +21,6 @@ _SHOWN = 20
 #: What compiled graphs call the operation behind which saved tensors live on, and the bytes that
 #: they leave alone because other graphs have saved them.
 _SAVED, _KEPT = "symmplan::saved", "symmplan::kept"
-
-
-#: Where the bound was not reached: how the search ended.
-ENDS = {
-    "complete": "search complete",
-    "limit": "search ended by its limit of work",
-    "skipped": "not searched: too many buffers at once",
-}
 
 
 def plan_summary(plan: Plan) -> str:
@@ -40,7 +32,7 @@ def plan_summary(plan: Plan) -> str:
     held = f"{count(len(plan.placements), 'buffer')} in {count(len(plan.segments), 'segment')}"
     steps = count(len(plan.problem.operations), "operation")
     lines = [
-        f"plan {plan.fingerprint[:12]}: {held}, {steps}, effort {plan.effort}",
+        f"plan {plan.fingerprint[:12]}: {held}, {steps}",
         *table(
             [
                 ("peak", size(plan.peak_bytes), f"{plan.peak_bytes:,} bytes"),
@@ -88,7 +80,7 @@ def _quality(plan: Plan) -> str:
         return "not known"
     ratio = plan.peak_bytes / plan.lower_bound_bytes
     # 1.0000 would claim the bound was reached.
-    return f"peak / bound = {max(ratio, 1.0001):.4f}, {ENDS[plan.search]}"
+    return f"peak / bound = {max(ratio, 1.0001):.4f}"
 
 
 def _saving(plan: Plan) -> str:

@@ -17,7 +17,6 @@ from symmplan.errors import CaptureError, OptionError, closest
 from symmplan.memory import BACKENDS, DEFAULT_TIMEOUT
 from symmplan.memory.backends import check_device
 from symmplan.planner.budget import bytes_of
-from symmplan.planner.plan import check_effort
 from symmplan.runtime.choice import CHOOSE
 from symmplan.runtime.tuning_table import is_table, read_table
 from symmplan.torch_private import c10d, nccl
@@ -60,14 +59,13 @@ class Options:
             the program has without symmplan, less a tenth; see [Note: what the program had] in
             `symmplan.memory.room`. Collectives that do not fit are demoted; see [Note: demotions]
             in `symmplan.planner.budget`.
-        effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         timeout: Seconds that ranks wait for each other before they raise.
         debug: Whether dead placements are overwritten, so that a late reader shows; True also to
             look for races, ``"poison"`` for the former alone.
         collectives: Whose collectives run; see `symmplan.runtime.algorithms.Lowerings`.
 
     Raises:
-        OptionError: A backend, an algorithm, an effort, a debug mode or collectives that do not
+        OptionError: A backend, an algorithm, a debug mode or collectives that do not
             exist, a capacity that is not a number of bytes, a timeout that is not a number of
             seconds, or a table that cannot be read.
         BackendError: A backend that serves no device of this process.
@@ -76,7 +74,6 @@ class Options:
     memory: MemoryName = "auto"
     choose: Choose = "auto"
     capacity: int | None = field(default=None, converter=bytes_of)
-    effort: Literal["fast", "optimal"] = "fast"
     timeout: float = DEFAULT_TIMEOUT
     debug: bool | Literal["poison"] = False
     collectives: Collectives = "auto"
@@ -89,7 +86,6 @@ class Options:
             known("algorithm", self.choose, CHOOSE)
         known("debug mode", self.debug, (True, False, "poison"))
         known("collectives", self.collectives, ("auto", "process group"))
-        check_effort(self.effort)
         seconds: Any = self.timeout
         number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if not number or not 0 < seconds < math.inf:
@@ -141,7 +137,7 @@ class Options:
         of which the least counts, and the timeout.
         """
         table = None if self.table is None else self.table.digest
-        same = {"effort": self.effort, "debug": self.debug, "collectives": self.collectives}
+        same = {"debug": self.debug, "collectives": self.collectives}
         return {
             "device": (device.type, device.type),
             "table": (table, table),

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 from attrs import asdict, define, evolve, field
@@ -244,7 +244,7 @@ class Preparation:
 
     def plan(self, captured: Captured) -> Plan:
         """A plan of a captured program, verified. Collective: no."""
-        return checked_plan(captured.problem, self.options.effort)
+        return checked_plan(captured.problem)
 
     def obtain(
         self,
@@ -302,9 +302,9 @@ class Preparation:
         log_plan(what or self.user, plan, algorithms, beyond_segments()["beyond_segments"])
 
 
-def checked_plan(problem: Problem, effort: Literal["fast", "optimal"]) -> Plan:
+def checked_plan(problem: Problem) -> Plan:
     """A plan that other code has verified."""
-    plan = plan_problem(problem, effort=effort)
+    plan = plan_problem(problem)
     plan.verify()
     return plan
 

@@ -32,7 +32,7 @@ def test_the_quick_run_reports_everything():
     assert result["command"].startswith("python benchmarks/planner.py")
     assert result["machine"]["versions"]["symmplan"]
     assert {p["ratio"] for p in result["programs"]} == {1.0}
-    assert result["summary"]["fast"]["instances"] == 1
+    assert result["summary"]["symmplan"]["instances"] == 1
     assert len(result["scale"]["points"]) == 2
     assert "order" in bench_planner.render(result)
 
@@ -41,9 +41,9 @@ def test_csv_files_replace_the_generated_instances(tmp_path):
     path = tmp_path / "cut.csv"
     rows = cut_rectangle(60, seed=5)
     path.write_text("id,lower,upper,size\n" + "".join(f"{n},{a},{b},{s}\n" for n, a, b, s in rows))
-    result = run("--csv", str(path), "--effort", "fast")
+    result = run("--csv", str(path))
     (row,) = result["instances"]
-    assert (row["name"], row["buffers"], row["fast"]["ratio"]) == ("cut.csv", 60, 1.0)
+    assert (row["name"], row["buffers"], row["symmplan"]["ratio"]) == ("cut.csv", 60, 1.0)
     assert "programs" not in result
     with pytest.raises(ProblemError, match="cannot be read"):
         run("--csv", str(tmp_path / "absent.csv"))

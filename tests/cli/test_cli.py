@@ -50,7 +50,7 @@ def test_version(capsys):
         [],
         ["nonsense"],
         ["plan"],
-        ["plan", "--effort", "x", "f"],
+        ["plan", "--capacity", "x", "f"],
         ["plan", "--capacity", "1KX", "f"],
         ["bench"],
         ["bench", "nonsense"],

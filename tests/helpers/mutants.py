@@ -2,7 +2,7 @@
 
 ``python tests/helpers/mutants.py`` takes every swap in turn, or those of some modules:
 
-    python tests/helpers/mutants.py order packing/search --jobs 2
+    python tests/helpers/mutants.py order packing/greedy --jobs 2
     python tests/helpers/mutants.py --sample 20 --seed 7
 
 Each swap is made in a copy of the tree, and the tests of the module run there until one fails: the
@@ -50,7 +50,7 @@ _SMOKE, _SPANS, _ORDER, _GOLDEN, _MODEL = (
 )
 _SHARE = (_SMOKE, _ORDER, _GOLDEN, _MODEL, _SPANS)
 _PEERS = (_SMOKE, _SPANS, "planner/test_verify", "planner/test_explorer_plans")
-_PACK = ("planner/test_planner_solve", _GOLDEN, "planner/test_planner_search", _ORDER, _SPANS)
+_PACK = ("planner/test_planner_solve", _GOLDEN, "planner/test_planner_improve", _ORDER, _SPANS)
 #: ``{module of symmplan: the tests that judge it}``, likeliest to notice first.
 MODULES = {
     "planner/order": _SHARE,
@@ -59,7 +59,7 @@ MODULES = {
     "planner/barriers": _PEERS,
     **{
         f"planner/packing/{name}": _PACK
-        for name in ("blocks", "bound", "greedy", "improve", "search", "solve", "task")
+        for name in ("blocks", "bound", "greedy", "improve", "solve", "task")
     },
     "capture/decide": (
         "capture/test_capture_decisions",
@@ -277,7 +277,7 @@ def run(mutants: Sequence[Mutant], jobs: int) -> list[tuple[Mutant, str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("module", nargs="*", help="such as order or packing/search; default: all")
+    parser.add_argument("module", nargs="*", help="such as order or packing/greedy; default: all")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--sample", type=int, help="so many of them, at random")
     parser.add_argument("--seed", type=int, default=0, help="which ones")

@@ -46,7 +46,7 @@ def programs(graph: fx.Graph, module: fx.GraphModule, exported: ExportedProgram)
     """All that can be planned."""
     problem = symmplan.Problem.from_intervals([("a", 0, 2, 64)], align=256)
     plans: list[symmplan.Plan] = [
-        symmplan.plan(graph, effort="optimal"),
+        symmplan.plan(graph, default_group="g"),
         symmplan.plan(module, [torch.ones(2)]),
         symmplan.plan(exported, capacity=1 << 20),
         symmplan.plan(problem),
@@ -66,15 +66,13 @@ def wrong(model: nn.Module) -> None:
     """Words that do not exist, and what is no program."""
     symmplan.plan(3)  # type: ignore[arg-type]
     symmplan.plan(model)  # type: ignore[arg-type]
-    symmplan.plan(symmplan.Problem([], [], []), effort="fastest")  # type: ignore[arg-type]
     apply(model, choose="fastest")  # type: ignore[arg-type]
     apply(model, memory="shmem")  # type: ignore[arg-type]
-    apply(model, effort="optimum")  # type: ignore[arg-type]
     symmplan.backend(choose="fastest")  # type: ignore[arg-type]
     symmplan.backend(memory="shmem")  # type: ignore[arg-type]
     symmplan.backend(inner="xla")  # type: ignore[arg-type]
     symmplan.eager(choose="fastest")  # type: ignore[arg-type]
-    symmplan.eager(memory="shmem", effort="none")  # type: ignore[arg-type]
+    symmplan.eager(memory="shmem")  # type: ignore[arg-type]
     symmplan.expert_parallel(max_tokens=8, choose="fastest")  # type: ignore[arg-type]
     symmplan.expert_parallel(max_tokens=8, memory="shmem")  # type: ignore[arg-type]
     symmplan.simulate(lambda: None, ranks=2, memory="local")  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from strategies import interval_lists, problems
 
 from symmplan.errors import CapacityError, OptionError, PlanFormatError, PlanningError, ProblemError
-from symmplan.model import Access, Buffer, Operation, Plan, Problem, Unplanned
+from symmplan.model import Access, Barrier, Buffer, Operation, Plan, Problem, Unplanned
 from symmplan.planner import plan
 
 OP = Operation("o")
@@ -94,8 +94,6 @@ def test_contradictions_are_explained(buffers, pairs, message):
 
 def test_plan_checks_its_arguments():
     problem = Problem([A], [OP], [USE])
-    with pytest.raises(OptionError, match="effort"):
-        plan(problem, effort="heroic")
     with pytest.raises(OptionError, match="capacity"):
         plan(problem, capacity="4")
     assert plan(problem, capacity=4).peak_bytes == 4
@@ -113,9 +111,9 @@ def test_an_empty_problem_has_an_empty_plan():
 def test_capacity_is_met_or_a_set_that_cannot_fit_is_named(rows, capacity):
     problem = Problem.from_intervals(rows)
     try:
-        made = plan(problem, effort="optimal", capacity=capacity)
+        made = plan(problem, capacity=capacity)
     except CapacityError as e:
-        best = plan(problem, effort="optimal")
+        best = plan(problem)
         assert best.peak_bytes > capacity
         part = [r for r in rows if r[0] in e.buffers]
         assert part
@@ -260,7 +258,6 @@ def edited(**change):
         (edited(problem__edges=[[1, 2]]), "malformed"),
         (edited(placements=[]), "placements is no object"),
         (edited(placements__a=[0, 0, 4]), "placement of 'a' is malformed"),
-        (edited(optimal=1), "optimal is a number"),
     ],
 )
 def test_foreign_and_broken_texts_are_refused(text, message):
@@ -387,4 +384,4 @@ def test_problems_and_plans_are_values(problem, random):
     assert read == made
     assert hash(read) == hash(made)
     assert {made: 1}[read] == 1
-    assert evolve(made, effort="optimal") != made
+    assert evolve(made, barriers=(*made.barriers, Barrier("o", "g"))) != made

@@ -1,4 +1,4 @@
-"""What each packer makes of some hard instances, offset by offset and node by node.
+"""What each packer makes of some hard instances, offset by offset.
 
 All ranks must get the same bytes, so what a packer makes of an instance is a part of the plan's
 format, also where it is not needed for the lowest peak. ``PYTHONPATH=tests/helpers python
@@ -33,12 +33,11 @@ from symmplan.planner.packing.greedy import (
     sweep_fit,
 )
 from symmplan.planner.packing.improve import Improver
-from symmplan.planner.packing.search import search
 from symmplan.planner.packing.task import Space, task_of
 
 FILE = Path(__file__).with_name("golden_packings.json")
-#: Search nodes for each instance.
-WORK = 2000
+#: Items that may be placed or glued for each instance.
+WORK = 20_000
 
 
 def _mixed(seed, *, buffers=26, streams=3, pins=False, aligns=(1, 2, 4)):
@@ -138,24 +137,21 @@ def made_of(problem):
     with mock.patch.object(packing_bound, "MAX_FLOW_ITEMS", 0):
         grown = heaviest_clique(task, conflicts)
     plans = {}
-    for effort in ("fast", "optimal"):
-        with mock.patch.dict(solve.WORK, {effort: WORK}):
-            plans[effort] = _packed(task, effort=effort)
+    with mock.patch.object(solve, "WORK", WORK):
+        plans["plan"] = _packed(task)
     for name, limit in (("tangled", len(task)), ("stacked", len(task) - 1)):
-        with mock.patch.dict(solve.WORK, fast=0), mock.patch.object(solve, "MAX_TANGLED", limit):
+        with mock.patch.multiple(solve, WORK=0, MAX_TANGLED=limit):
             plans[name] = _packed(task)
     found = {
         **plans,
         "conflicts": _digest(conflicts.bounds, conflicts.neighbours),
         "bounds": _digest(bound, *heaviest_moment(task), *grown),
-        "space": _digest(space.low, space.high, space.hull_high, space.load, space.crossing),
+        "space": _digest(space.low, space.high, space.hull_high, space.load),
         "first fit": _digest(*fits),
         "sweep": _digest(sweep_fit(task)),
         "lowest first": _digest(lowest_first(space, order)),
         "squeak": _digest(*squeak(space, order, bound, 80)),
-        "search": _digest(*_searched(space, order, range(bound, peak + 1))),
         "improve": _digest(*_improved(space, best, peak, bound)),
-        "rounds": _digest(*_rounds(Improver(space, best, peak, bound, WORK))),
     }
     if space.align is None and not space.blocked and items.entry.shape[1] == 1:
         styles = (Style(), Style(power=2, early=2), Style(power=0, early=8, noise=8, seed=3))
@@ -163,38 +159,19 @@ def made_of(problem):
     return found
 
 
-def _packed(task, **options):
-    made = solve.pack(task, **options)
-    return _digest(made.offset, made.peak, made.bound, made.proof, made.search)
-
-
-def _searched(space, order, targets):
-    for target in sorted({targets[0], targets[len(targets) // 2], targets[-1]}):
-        blame = np.zeros(space.sections, dtype=np.int64)
-        outcome = search(space, target, order, WORK // 10, blame)
-        yield [] if outcome.offset is None else outcome.offset
-        yield outcome.nodes, outcome.impossible
-        yield blame
+def _packed(task):
+    made = solve.pack(task)
+    return _digest(made.offset, made.peak, made.bound, made.proof)
 
 
 def _improved(space, offset, peak, bound):
     low = int(space.task.size.max())  # is proven, too, and leaves more to be tried
-    between = bound + (peak - bound) // 2
-    for at_least, goal, prove in ((bound, None, False), (low, between, False), (low, None, True)):
+    for at_least in (bound, low):
         improver = Improver(space, offset, peak, at_least, WORK)
         with mock.patch.object(improve, "_SWEEPS", 1):
-            improver.run(goal, prove=prove)
+            improver.run()
         yield improver.offset
-        yield improver.peak, improver.bound, improver.work
-
-
-def _rounds(improver):
-    """What each search at the bound finds, also behind one that was not in vain."""
-    for turn in range(5):
-        for candidate in improver._searches(improver.bound, turn):
-            yield [] if candidate is None else candidate
-            yield improver.peak, improver.bound, improver.work
-        improver.work = WORK
+        yield improver.peak, improver.work
 
 
 def _glued(space, target, style):
@@ -218,7 +195,7 @@ def test_the_instances_say_something():
     """Packers differ from each other and from instance to instance."""
     golden = json.loads(FILE.read_text(encoding="utf-8"))
     assert golden.keys() == INSTANCES.keys()
-    for packer in ("fast", "first fit", "lowest first", "squeak", "search", "improve"):
+    for packer in ("plan", "first fit", "lowest first", "squeak", "improve"):
         assert len({entry[packer] for entry in golden.values()}) > 0.9 * len(golden)
     assert sum("glue" in entry for entry in golden.values()) > 9
 

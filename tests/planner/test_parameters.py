@@ -67,7 +67,7 @@ def without(problem, names):
 
 
 def planned(problem):
-    plan = plan_with_parameters(problem, parameters_of(problem), "fast")
+    plan = plan_with_parameters(problem, parameters_of(problem))
     plan.verify()
     return plan
 
@@ -115,7 +115,7 @@ def test_a_module_that_an_evaluation_leaves_unsharded_takes_bytes_of_its_own_and
 @given(programs())
 def test_what_is_outside_of_training_takes_no_more_than_one_module_more(program):
     problem, asked = program
-    left = without_room(problem, parameters_of(problem), asked, "fast")
+    left = without_room(problem, parameters_of(problem), asked)
     assert left <= frozenset(asked)
     largest = max(b.nbytes for b in problem.buffers)
     least = planned(without(problem, asked)).peak_bytes

@@ -191,43 +191,41 @@ def test_on_one_stream_and_over_one_group_each_barrier_is_needed(problem):
 
 @MANY
 @given(problems(groups=("g",), remote=False, constraints=False, pins=False, aligns=(1,)))
-def test_the_bound_is_the_heaviest_set_or_the_plan_meets_it(problem):
-    made = plan(problem, effort="optimal")
+def test_the_bound_is_the_heaviest_set(problem):
+    made = plan(problem)
     sizes = {b.name: b.nbytes for b in problem.buffers}
     clashes = conflicts(problem)
-    heaviest = heaviest_set(sizes, clashes)
     lowest = lowest_peak(sizes, clashes)
-    assert heaviest <= made.lower_bound_bytes <= lowest <= made.peak_bytes
-    assert made.peak_bytes == lowest
-    assert made.optimal
+    assert heaviest_set(sizes, clashes) == made.lower_bound_bytes <= lowest <= made.peak_bytes
+    assert made.optimal == (made.peak_bytes == made.lower_bound_bytes)
 
 
 @SOME
 @given(problems(groups=("g",), remote=False, constraints=False, pins=False, max_buffers=5))
-def test_optimal_is_optimal_with_alignments(problem):
-    made = plan(problem, effort="optimal")
+def test_bounds_hold_with_alignments(problem):
+    made = plan(problem)
     made.verify()
     sizes = {b.name: b.nbytes for b in problem.buffers}
     aligns = {b.name: b.align for b in problem.buffers}
     unit = min(aligns.values())
     rounded = {n: -(-s // unit) * unit for n, s in sizes.items()}
     lowest = lowest_peak(rounded, conflicts(problem), aligns)
-    assert made.lower_bound_bytes <= lowest == made.peak_bytes
+    assert made.lower_bound_bytes <= lowest <= made.peak_bytes
 
 
 @pytest.mark.further
 @SOME
 @given(problems(groups=("g",), remote=False, pins=False, max_buffers=5))
-def test_optimal_is_optimal_beside_persistent_buffers(problem):
+def test_bounds_hold_beside_persistent_buffers(problem):
     assume(not problem.together and not problem.apart)
     assume(not any(b.signal_pad for b in problem.buffers))
-    made = plan(problem, effort="optimal")
+    made = plan(problem)
     made.verify()
     aligns = {b.name: b.align for b in problem.buffers}
     unit = min(aligns.values())
     rounded = {b.name: -(-b.nbytes // unit) * unit for b in problem.buffers}
     lowest = lowest_peak(rounded, conflicts(problem), aligns)
-    assert made.lower_bound_bytes <= lowest == made.peak_bytes
+    assert made.lower_bound_bytes <= lowest <= made.peak_bytes
 
 
 @pytest.mark.parametrize(("offset", "bound", "proof"), [(0, 4, "clique"), (6, 10, "pin")])
@@ -242,13 +240,11 @@ def test_a_pin_is_a_proof_where_nothing_else_is(offset, bound, proof):
 
 @SOME
 @given(interval_problems(max_buffers=7, max_time=6))
-def test_optimal_is_optimal_on_intervals(problem):
-    made = plan(problem, effort="optimal")
+def test_few_intervals_are_packed_as_low_as_can_be(problem):
+    made = plan(problem)
     made.verify()
     sizes = {b.name: b.nbytes for b in problem.buffers}
     assert made.peak_bytes == lowest_peak(sizes, conflicts(problem))
-    assert plan(problem).peak_bytes >= made.peak_bytes
-    assert made.optimal
 
 
 def shuffled(problem, random):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from attrs import evolve
 from instances import stream_program
 from strategies import gap_rows, hard_rows
 
 from symmplan.model import Access, Buffer, Operation, Problem
-from symmplan.planner import plan
 from symmplan.planner.items import conflicts_of, count_candidates, items_of
 from symmplan.planner.packing import solve
 from symmplan.planner.packing.bound import heaviest_moment
@@ -61,7 +59,7 @@ def calls(counted):
 
 def test_nothing_is_tried_once_the_bound_is_met(counted):
     made = solve.pack(task_from(Problem.from_intervals([("a", 0, 2, 4), ("b", 1, 3, 2)])))
-    assert made.search == "complete"
+    assert made.peak == made.bound
     assert calls(counted) == {"first_fit": 1, "heaviest_clique": 0, "Improver": 0}
 
 
@@ -71,7 +69,7 @@ def test_what_one_instant_shows_needs_no_other_proof(counted):
     assert calls(counted)["heaviest_clique"] == 0
 
 
-def test_what_no_instant_shows_is_proven_before_anything_is_searched(counted):
+def test_what_no_instant_shows_is_proven_before_anything_is_improved(counted):
     made = solve.pack(task_from(on_streams(["a1"], ["b0"], ["a0", "a1"])))
     assert made.peak == made.bound == 24
     assert calls(counted)["heaviest_clique"] == 1
@@ -87,26 +85,12 @@ def test_of_equal_proofs_the_instant_s_is_kept(monkeypatch):
     assert len(made.witness)
 
 
-@pytest.mark.parametrize("effort", ["fast", "optimal"])
-def test_a_search_goes_on_for_a_proof_only_if_one_is_wanted(effort, monkeypatch):
-    asked = []
-    run = solve.Improver.run
-
-    def noted(self, goal, *, prove):
-        asked.append((goal, prove))
-        run(self, goal, prove=prove)
-
-    monkeypatch.setattr(solve.Improver, "run", noted)
-    solve.pack(task_from(GAP), effort=effort, goal=9)
-    assert asked == [(9, effort == "optimal")]
-
-
 def test_work_that_is_used_up_is_used_up_for_all(counted, monkeypatch):
-    monkeypatch.setitem(solve.WORK, "fast", 1)
+    monkeypatch.setattr(solve, "WORK", 1)
     last = max(end for _, _, end, _ in ROWS)
     other = [(f"{n}'", a + last, b + last, s + 1) for n, a, b, s in ROWS]
     made = solve.pack(task_from(Problem.from_intervals([*ROWS, *other])))
-    assert made.search == "limit"
+    assert made.peak > made.bound
     assert calls(counted)["Improver"] == 1
 
 
@@ -115,13 +99,13 @@ def test_greedy_orders_end_with_their_work(counted, monkeypatch, below, orders):
     task = task_from(HARD)
     spent = len(conflicts_of(task).neighbours) + 50 * len(task)
     monkeypatch.setattr(solve, "MAX_GREEDY", spent - below)
-    monkeypatch.setitem(solve.MAX_SEARCHED, "fast", 0)
+    monkeypatch.setattr(solve, "MAX_IMPROVED", 0)
     solve.pack(task)
     assert calls(counted)["first_fit"] == orders
 
 
 def test_of_greedy_orders_the_first_of_the_best_is_kept(monkeypatch):
-    monkeypatch.setitem(solve.MAX_SEARCHED, "fast", 0)
+    monkeypatch.setattr(solve, "MAX_IMPROVED", 0)
     task = task_from(HARD)
     conflicts = conflicts_of(task)
     offsets = [first_fit(task, conflicts, order) for order in greedy_orders(task, conflicts)]
@@ -136,15 +120,15 @@ def test_conflicts_above_a_limit_are_not_listed(monkeypatch, below):
     task = task_from(HARD)
     monkeypatch.setattr(solve, "MAX_CONFLICTS", count_candidates(task) - below)
     made = solve.pack(task)
-    assert (made.search == "skipped") == bool(below)
     assert (made.offset == sweep_fit(task)).all() == bool(below)
 
 
 @pytest.mark.parametrize("below", [0, 1])
-def test_components_above_a_limit_are_not_searched(monkeypatch, below):
+def test_components_above_a_limit_are_not_improved(counted, monkeypatch, below):
     task = task_from(HARD)
-    monkeypatch.setitem(solve.MAX_SEARCHED, "fast", len(task) - below)
-    assert solve.pack(task).search == ("skipped" if below else "complete")
+    monkeypatch.setattr(solve, "MAX_IMPROVED", len(task) - below)
+    solve.pack(task)
+    assert calls(counted)["Improver"] == 1 - below
 
 
 def test_where_nothing_is_live_a_program_falls_into_components(counted):
@@ -154,20 +138,3 @@ def test_where_nothing_is_live_a_program_falls_into_components(counted):
     made = solve.pack(task)
     assert {len(args[0]) for args in counted["first_fit"]} == {len(ROWS)}  # packed once
     assert (made.offset[: len(ROWS)] == made.offset[len(ROWS) :]).all()
-
-
-def test_what_a_search_proved_holds_beside_buffers_that_stay():
-    fixed = Buffer("fixed", 5, GAP.buffers[0].group, align=1, persistent=True)
-    beside = evolve(
-        GAP,
-        buffers=(*GAP.buffers, fixed),
-        accesses=(*GAP.accesses, Access(GAP.operations[0].name, "fixed")),
-    )
-    for problem, nbytes in ((GAP, 8), (beside, 13)):
-        made = plan(problem, effort="optimal")
-        made.verify()
-        (segment,) = made.segments
-        assert (made.peak_bytes, segment.lower_bound_bytes, segment.proof) == (
-            (nbytes, nbytes, "search")
-        )
-        assert sum(made.placements[n].nbytes for n in segment.witness) == nbytes - 1

@@ -38,7 +38,6 @@ _EVERYWHERE = [
     ("memory", "local", "auto"),
 ]
 _WATCHED = [
-    ("effort", "optimal", "fast"),
     ("debug", "poison", False),
     ("debug", True, False),
     ("debug", True, "poison"),
@@ -56,7 +55,6 @@ OPTIONS = {
     "fsdp": [
         *_EVERYWHERE,
         ("choose", "push", "placed"),
-        ("effort", "optimal", "fast"),
         ("unsharded_modules", 2, None),
     ],
     "experts": [*_EVERYWHERE, ("choose", "ordinary", "push"), ("max_tokens", 64, 4)],

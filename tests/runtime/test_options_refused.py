@@ -48,7 +48,7 @@ ENTRIES = {
 }
 _TIMEOUTS = ["long", "5", -1.0, 0, math.inf, math.nan, True, None]
 _ALL = {"timeout": _TIMEOUTS, "memory": ["tape", 3, None], "choose": ["dice", None, 3, "no.json"]}
-_PLANNED = {"effort": ["none", None, 1], "capacity": ["lots", -1, 1.5, True, "3Gb"]}
+_PLANNED = {"capacity": ["lots", -1, 1.5, True, "3Gb"]}
 _WATCHED = {"debug": [1, 0, "yes", None], "collectives": ["all", None, True]}
 BAD = {
     "fsdp": {
@@ -97,10 +97,8 @@ def test_options_are_refused_before_the_program_is_looked_at(entry):
         ("fsdp", "memory", "shmm", "shm"),
         ("backend", "choose", "copy-engine", "copy engine"),
         ("backend", "inner", "inducter", "inductor"),
-        ("eager", "effort", "optimum", "optimal"),
         ("eager", "debug", "poisoned", "poison"),
         ("simulate", "memory", "nvshm", "nvshmem"),
-        ("plan", "effort", "fastest", "fast"),
     ],
 )
 def test_the_word_that_was_meant_is_named(entry, option, given, meant):

@@ -35,8 +35,7 @@ def by_task(function):
 
 
 PACKERS = {
-    "fast": lambda p: {n: x.offset for n, x in plan(p).placements.items()},
-    "optimal": lambda p: {n: x.offset for n, x in plan(p, effort="optimal").placements.items()},
+    "plan": lambda p: {n: x.offset for n, x in plan(p).placements.items()},
     "sweep": by_task(lambda task, _: sweep_fit(task)),
     "lowest first": by_task(
         lambda task, conflicts: lowest_first(Space(task, conflicts), np.arange(len(task)))
@@ -74,7 +73,7 @@ def test_the_kit_catches_wrong_packers():
     with pytest.raises(AssertionError):
         check_packer(
             lambda p: (
-                {b.name: 1 << 20 for b in p.buffers if len(p.buffers) == 1} or PACKERS["fast"](p)
+                {b.name: 1 << 20 for b in p.buffers if len(p.buffers) == 1} or PACKERS["plan"](p)
             )
         )
 

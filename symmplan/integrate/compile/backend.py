@@ -241,7 +241,6 @@ class CompileBackend(OfOneProcess):
 def backend(
     inner: Literal["inductor", "eager"] = "inductor",
     memory: MemoryName = "auto",
-    effort: Literal["fast", "optimal"] = "fast",
     timeout: float = DEFAULT_TIMEOUT,
     *,
     choose: Choose = "auto",
@@ -265,7 +264,6 @@ def backend(
     Args:
         inner: ``"inductor"``, or ``"eager"`` to run the rewritten graphs op by op, for debugging.
         memory: ``"auto"``, ``"nccl"``, ``"cuda"``, ``"nvshmem"``, ``"shm"`` or ``"local"``.
-        effort: ``"fast"``, or ``"optimal"`` for a search with a proof; see `Plan.search`.
         timeout: Seconds that ranks wait for each other before they raise.
         choose: How the algorithms of collectives are chosen. ``"placed"``, also called
             ``"symmetric"``: every declared tensor is in symmetric memory. ``"measure"``: each kind
@@ -329,7 +327,6 @@ def backend(
         CompileOptions(
             inner=inner,
             memory=memory,
-            effort=effort,
             timeout=timeout,
             choose=choose,
             capacity=capacity,

@@ -311,16 +311,15 @@ class CompiledGraph:
 
     def _plan(self, captured: Captured) -> tuple[Plan, bool]:
         """Plan one part, and whether with the parts before it, which have not run yet then."""
-        effort, plans = self.settings.effort, self.record.plans
-        before = next(iter(plans.values()), None)
+        before = next(iter(self.record.plans.values()), None)
         if before is not None and all(p.shared is None for p in self.parts.values()):
-            plan = checked_plan(join([pinned(before), captured.problem]), effort)
+            plan = checked_plan(join([pinned(before), captured.problem]))
             if keeps(self.parts.values(), before, plan):
                 return plan, True
-        plan = checked_plan(captured.problem, effort)
+        plan = checked_plan(captured.problem)
         reserved = self.pool.reserved(structure_of(plan), but=self.record)
         if reserved:
-            apart = checked_plan(keep_away(captured.problem, reserved), effort)
+            apart = checked_plan(keep_away(captured.problem, reserved))
             if structure_of(apart) == structure_of(plan):
                 return apart, False
         return plan, False

@@ -230,4 +230,4 @@ def _planned(problem: Problem, inputs: Iterable[Kept]) -> Plan:
         buffers=[b for b in problem.buffers if b.name in names],
         accesses=[a for a in problem.accesses if a.buffer in names],
     )
-    return checked_plan(part, "fast")
+    return checked_plan(part)

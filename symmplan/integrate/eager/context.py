@@ -26,7 +26,6 @@ def eager(
     choose: Choose = "auto",
     capacity: int | str | None = None,
     device: torch.device | str | None = None,
-    effort: Literal["fast", "optimal"] = "fast",
     timeout: float = 300.0,
     debug: bool | Literal["poison"] = False,
     collectives: Collectives = "auto",
@@ -52,7 +51,6 @@ def eager(
             are demoted, and ``session.plan.summary()`` lists them.
         device: Where declared tensors lie; the current CUDA device if the group has NCCL, else the
             CPU.
-        effort: How hard the planner tries.
         timeout: Seconds that ranks wait for each other before they raise.
         debug: Overwrite every placement when its buffer is no longer live, so that a late reader
             shows in the results. In shared memory also find races: each access of placement bytes,
@@ -82,7 +80,6 @@ def eager(
         memory=memory,
         choose=choose,
         capacity=capacity,
-        effort=effort,
         timeout=timeout,
         debug=debug,
         collectives=collectives,

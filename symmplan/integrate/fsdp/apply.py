@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from symmplan.errors import CaptureError, ReleasedError, RunError
 from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
@@ -211,7 +211,6 @@ def apply(
     *,
     choose: Choose = "auto",
     capacity: int | str | None = None,
-    effort: Literal["fast", "optimal"] = "fast",
     unsharded_modules: int | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     debug: bool = False,
@@ -242,7 +241,6 @@ def apply(
             that is free when the plan is made, and the memory that the plan replaces. All ranks use
             the smallest value of any rank. Collectives with the smallest gain per byte are demoted,
             and ``handle.plan.summary()`` lists them.
-        effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         unsharded_modules: How many modules may hold unsharded parameters at the same time, the
             root included. None for as many as in the first step; then all gathers run. A smaller
             number needs fewer bytes and delays prefetches. A larger number acts as
@@ -277,7 +275,6 @@ def apply(
     known("debug mode", debug, (True, False))  # nothing of FSDP2's is poisoned
     options = Options(
         memory=memory,
-        effort=effort,
         choose=choose,
         capacity=capacity,
         timeout=timeout,

@@ -248,7 +248,6 @@ class Planning:
             ranks={n: tuple(dist.get_process_group_ranks(g)) for n, g in groups.items()},
             zero_copy={site: x.nbytes for site, x in self.layouts.items()},
             algorithm=functools.partial(self._algorithm, chosen),
-            effort=self._options.effort,
             live=self.live,
         )
 

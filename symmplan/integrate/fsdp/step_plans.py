@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attrs import evolve, field, frozen
 
@@ -58,7 +58,6 @@ class StepProblem:
         ranks: The global ranks of each group.
         zero_copy: ``{site: bytes}`` of the modules whose parameters can live in placements.
         algorithm: The algorithm of a collective, given the demotions.
-        effort: How long to search.
         live: How many modules may be unsharded at the same time; None as in the program.
     """
 
@@ -66,13 +65,12 @@ class StepProblem:
     ranks: Mapping[str, tuple[int, ...]]
     zero_copy: Mapping[str, int]
     algorithm: Callable[[Demoted, Call], Algorithm]
-    effort: Literal["fast", "optimal"]
     live: int | None
 
     def plan(self, tenants: Tenants, demoted: Demoted) -> StepPlan:
         """A plan, verified."""
         problem, parameters, slots, stretches = self._problem(tenants, demoted, self.live)
-        plan = plan_with_parameters(problem, parameters, self.effort, slots)
+        plan = plan_with_parameters(problem, parameters, slots)
         plan.verify()
         return StepPlan(plan, stretches, tenants, dict(demoted))
 
@@ -97,7 +95,7 @@ class StepProblem:
             for p in stretches[number]
             if number and p.buffer in parameters and p.index in recording.outside
         }
-        left = without_room(problem, parameters, [*asked], self.effort) if asked else ()
+        left = without_room(problem, parameters, [*asked]) if asked else ()
         if not left:
             return self
         recordings = [

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -246,7 +246,7 @@ class RowSlot:
         """
         group, preparation = self._group, self.preparation
         groups = {group.name: group.process_group}
-        plan = _plan(nbytes, group, self._options.effort)
+        plan = _plan(nbytes, group)
         kernels = False
         memory, timeout = preparation.memory, self._options.timeout
         if preparation.refusal is None:  # its memory may reach the ranks in no way
@@ -364,7 +364,7 @@ class RowSlot:
         return preparation.attempt(measured, {group.name: group.process_group})
 
 
-def _plan(nbytes: int, group: Group, effort: Literal["fast", "optimal"]) -> Plan:
+def _plan(nbytes: int, group: Group) -> Plan:
     """Rows that come in, and signals, which are in use at the same time."""
     sizes = {_ROWS: nbytes, _SIGNALS: signals_nbytes(group.size)}
     problem = Problem(
@@ -372,4 +372,4 @@ def _plan(nbytes: int, group: Group, effort: Literal["fast", "optimal"]) -> Plan
         operations=(Operation("exchange", op="symmplan.expert_parallel"),),
         accesses=tuple(Access("exchange", name, write=True) for name in sizes),
     )
-    return checked_plan(problem, effort)
+    return checked_plan(problem)

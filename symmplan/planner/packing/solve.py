@@ -1,4 +1,4 @@
-"""Pack one task: fall into components, solve equal ones once, improve the worst only.
+"""Pack one task: fall into components, pack equal ones once, improve the worst only.
 
 [Note: components]
     Where nothing is live the program falls into components that do not see each other. The
@@ -27,15 +27,13 @@ if TYPE_CHECKING:
 
 __all__ = ["pack"]
 
-#: Search nodes for the components of a task together, about 25 microseconds each at this many
-#: items; larger components get fewer nodes, as each takes longer.
-WORK = {"fast": 32_000, "optimal": 900_000}
-_USUAL = 300
+#: Items that may be placed or glued for the components of a task together.
+WORK = 300_000
 #: Up to here, items of different alignment that are bound for the whole program are packed with the
 #: others, as they may fill gaps between them; in larger tasks they are stacked beside them.
 MAX_TANGLED = 500
-#: Larger components are packed by greedy orders alone: searching them needs quadratic memory.
-MAX_SEARCHED = {"fast": 1_500, "optimal": 4_000}
+#: Larger components are packed by greedy orders alone: improving them needs quadratic memory.
+MAX_IMPROVED = 1_500
 #: More conflicts than this are not listed; the component is then packed by a sweep over time.
 MAX_CONFLICTS = 60_000_000
 #: Neighbours looked at by all greedy orders of a component together. The first order always runs.
@@ -53,19 +51,17 @@ class _Component:
     conflicts: Conflicts | None = None
     offset: Ints | None = None
     peak: int = 0
-    proof: str = "clique"
-    search: str = "limit"
 
 
-def pack(task: Task, *, effort: str = "fast", goal: int | None = None) -> Packing:
-    """Offsets for all items of a task; ``goal`` is a peak in units that would do, or None."""
+def pack(task: Task) -> Packing:
+    """Offsets for all items of a task."""
     if not len(task):
         none = np.zeros(0, dtype=np.int64)
         return Packing(offset=none, peak=0, bound=0, witness=none)
     rigid = np.flatnonzero((task.entry < 0).any(axis=1))
     simple = (task.align == task.align[0]).all() or len(task) > MAX_TANGLED
     if len(rigid) and len(rigid) < len(task) and (task.pin < 0).all() and simple:
-        return _pack_around(task, rigid, effort, goal)
+        return _pack_around(task, rigid)
     components = _components(task)
     pinned = np.flatnonzero(task.pin >= 0)
     ends = task.pin[pinned] + task.size[pinned]
@@ -73,15 +69,14 @@ def pack(task: Task, *, effort: str = "fast", goal: int | None = None) -> Packin
     bound = max(top, *(c.bound for c in components))
     for c in components:
         _greedy(c, bound)
-    bound = _improve(components, effort, goal, top)
+    bound = _improve(components, top)
     offset = np.zeros(len(task), dtype=np.int64)
     for c in components:
         assert c.offset is not None
         for place in c.places:
             offset[place] = c.offset
-    highest = max(components, key=lambda c: c.peak)
     worst = max(components, key=lambda c: c.bound)
-    witness, proof = worst.places[0][worst.witness], worst.proof
+    witness, proof = worst.places[0][worst.witness], "clique"
     if top > worst.bound:
         witness, proof = pinned[[int(ends.argmax())]], "pin"
     return Packing(
@@ -90,11 +85,10 @@ def pack(task: Task, *, effort: str = "fast", goal: int | None = None) -> Packin
         bound=bound,
         witness=witness,
         proof=proof,
-        search=highest.search if highest.peak > bound else "complete",
     )
 
 
-def _pack_around(task: Task, rigid: Ints, effort: str, goal: int | None) -> Packing:
+def _pack_around(task: Task, rigid: Ints) -> Packing:
     """Items bound for the whole program are stacked; the others are packed above or below."""
     others = np.setdiff1d(np.arange(len(task)), rigid)
     # By falling alignment, so that nothing is lost between them.
@@ -106,7 +100,7 @@ def _pack_around(task: Task, rigid: Ints, effort: str, goal: int | None) -> Pack
         offset[i] = base
         base += int(task.size[i])
     strictest = int(task.align[others].max())
-    inner = pack(task.take(others), effort=effort, goal=None if goal is None else goal - base)
+    inner = pack(task.take(others))
     below = -(-base // strictest) * strictest
     above = -(-inner.peak // int(task.align[stack[0]])) * int(task.align[stack[0]])
     if below + inner.peak <= above + base:
@@ -114,17 +108,12 @@ def _pack_around(task: Task, rigid: Ints, effort: str, goal: int | None) -> Pack
     else:
         offset[others] = inner.offset
         offset[stack] += above
-    # What a search proved of the others alone may be the gaps that alignment leaves between them,
-    # and rigid items could fill those. Sizes of conflicting items add up in any case.
-    even = bool((task.align == 1).all())
-    bound = inner.bound if even else int(task.size[others[inner.witness]].sum())
     return Packing(
         offset=offset,
         peak=int((offset + task.size).max()),
-        bound=bound + int(task.size[rigid].sum()),
+        bound=inner.bound + int(task.size[rigid].sum()),
         witness=np.concatenate([rigid, others[inner.witness]]),
-        proof=inner.proof if even else "clique",
-        search=inner.search,
+        proof=inner.proof,
     )
 
 
@@ -180,15 +169,15 @@ def _greedy(c: _Component, bound: int) -> None:
             return
 
 
-def _improve(components: list[_Component], effort: str, goal: int | None, top: int) -> int:
+def _improve(components: list[_Component], top: int) -> int:
     """Work on the worst component while it exceeds what the others, or pins, need anyway.
 
     Returns:
         The best bound for all of them, at least ``top``.
     """
-    share = 1024  # of the work, in parts of 1024
+    work = WORK
     done: set[int] = set()
-    while share > 0:
+    while work > 0:
         bound = max(top, *(c.bound for c in components))
         k = max(range(len(components)), key=lambda k: (components[k].peak, -k))
         if k in done or components[k].peak <= bound:
@@ -199,18 +188,12 @@ def _improve(components: list[_Component], effort: str, goal: int | None, top: i
         bound = max(bound, c.bound)
         if c.peak <= bound:
             continue
-        if c.conflicts is None or len(c.task) > MAX_SEARCHED[effort]:
-            c.search = "skipped"
+        if c.conflicts is None or len(c.task) > MAX_IMPROVED:
             continue
         assert c.offset is not None
-        work = WORK[effort] * _USUAL // max(_USUAL, len(c.task))
-        work = work * share // 1024
         improver = Improver(Space(c.task, c.conflicts), c.offset, c.peak, bound, work)
-        improver.run(goal, prove=effort == "optimal")
-        share = share * max(0, improver.work) // max(1, work)
-        c.offset, c.peak = improver.offset, improver.peak
-        if improver.bound > bound:
-            c.bound, c.proof = improver.bound, "search"
+        improver.run()
+        c.offset, c.peak, work = improver.offset, improver.peak, improver.work
     return max(top, *(c.bound for c in components))
 
 

@@ -1,9 +1,9 @@
-"""A packing task, its answer, and what a search looks up of a task.
+"""A packing task, its answer, and what an improvement looks up of a task.
 
 [Note: sections]
     A section is a set of items that are live at one instant of a linear extension, so they conflict
-    pairwise; only sections that no other contains are kept. So in any packing there must be room
-    for all unplaced items of a section above the lowest place that they may take.
+    pairwise; only sections that no other contains are kept. So no packing is lower than the
+    fullest section.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class Packing:
         bound: Proven minimum of the peak.
         witness: Places of items that conflict pairwise and whose sizes sum to the bound, or of
             the one pinned item that ends there.
-        proof: ``"clique"``, ``"pin"``, or ``"search"`` where a complete search lifted the bound.
-        search: How the search for a lower peak ended; see `Plan.search`.
+        proof: ``"clique"`` or ``"pin"``.
     """
 
     offset: Ints
@@ -75,7 +74,6 @@ class Packing:
     bound: int
     witness: Ints
     proof: str = "clique"
-    search: str = "complete"
 
 
 def task_of(items: Items, which: Ints) -> Task:
@@ -96,22 +94,17 @@ def task_of(items: Items, which: Ints) -> Task:
 
 
 class Space:
-    """What a search looks up of a task; it is never changed. See [Note: sections].
+    """What an improvement looks up of a task; it is never changed. See [Note: sections].
 
     Attributes:
-        free: Places in the task of the items to be searched, that is, those without a pin.
+        free: Places in the task of the items to be placed, that is, those without a pin.
         size: Their sizes in units.
         align: Their alignments in units, or None if all are 1.
         low: First section of each.
         high: First section after the last of each.
         hull_high: First section after the hull's last; what lies in others cannot conflict.
         neighbours: Per item, those it conflicts with.
-        least: Smallest size among the neighbours of each; 0 without neighbours.
-        twins: Per item, others with the same size, alignment, neighbours and pinned neighbours.
         load: Units of each section.
-        crossing: Per boundary between sections, how many hulls cross it.
-        members: Items of section 0, of section 1, ...
-        bounds: Where each section's members begin.
         blocked: Per item, the pinned ranges it must avoid, ascending.
     """
 
@@ -124,12 +117,8 @@ class Space:
         matrix = conflicts.matrix()
         near = matrix[np.ix_(free, free)]
         self.neighbours = [np.flatnonzero(row) for row in near]
-        self.least = np.asarray(
-            [int(self.size[n].min()) if len(n) else 0 for n in self.neighbours], dtype=np.int64
-        )
         self._sections(task.start[free], task.end[free], task.stop[free])
         self.blocked = self._blocked(task, matrix)
-        self.twins = self._twins(near)
 
     def __len__(self) -> int:
         return len(self.size)
@@ -152,28 +141,11 @@ class Space:
         self.hull_high: Ints = kept[np.searchsorted(instants, stop) - 1] + 1
         count = int(self.hull_high.max()) if len(start) else 0
         self.load: Ints = np.zeros(count, dtype=np.int64)
-        self.crossing: Ints = np.zeros(count + 1, dtype=np.int64)
         width = self.high - self.low
         owner = np.repeat(np.arange(len(start)), width)
         section = np.arange(len(owner)) - np.repeat(np.cumsum(width) - width, width)
         section = section + self.low[owner]
         np.add.at(self.load, section, self.size[owner])
-        self.members: Ints = owner[np.argsort(section, kind="stable")]
-        self.bounds: Ints = np.append(0, np.cumsum(np.bincount(section, minlength=count)))
-        for a, b in zip(self.low.tolist(), self.hull_high.tolist(), strict=True):
-            self.crossing[a + 1 : b] += 1
-
-    def _twins(self, near: NDArray[np.bool_]) -> list[Ints]:
-        alike: dict[tuple[object, ...], list[int]] = {}
-        for i in range(len(self)):
-            row = near[i].copy()
-            row[i] = True
-            align = 1 if self.align is None else int(self.align[i])
-            pins = tuple(self.blocked.get(i, ()))
-            key = (np.packbits(row).tobytes(), int(self.size[i]), align, pins)
-            alike.setdefault(key, []).append(i)
-        others = {i: [j for j in same if j != i] for same in alike.values() for i in same}
-        return [np.asarray(others[i], dtype=np.int64) for i in range(len(self))]
 
     def _blocked(self, task: Task, matrix: NDArray[np.bool_]) -> dict[int, list[tuple[int, int]]]:
         pinned = np.flatnonzero(task.pin >= 0)

@@ -4,9 +4,7 @@
     Nothing in this folder imports the planner's order, items, packing or barriers. The planner
     has vector clocks; here one operation happens before another if a path leads from it to the
     other in `Problem.graph`. Who may share bytes follows from one sweep over the bytes, and bounds
-    are accepted only with their witnesses. Bounds that a complete search proved
-    have none: where a segment has few buffers all packings are tried, elsewhere the search is
-    taken at its word.
+    are accepted only with their witnesses.
 """
 
 from __future__ import annotations
@@ -30,12 +28,11 @@ def verify(plan: Plan) -> None:
     """Check everything that a plan states. Collective: no. Time is near linear in its size.
 
     Raises:
-        VerificationError: A rule is broken; ``kind`` says which: ``effort``, ``search``,
-            ``segment_name``, ``segment_groups``, ``segment_empty``, ``segment_size``,
-            ``signal_pad``,
+        VerificationError: A rule is broken; ``kind`` says which: ``segment_name``,
+            ``segment_groups``, ``segment_empty``, ``segment_size``, ``signal_pad``,
             ``missing_buffer``, ``unknown_buffer``, ``unknown_segment``, ``nbytes``, ``group``,
             ``out_of_segment``, ``pin``, ``misaligned``, ``together``, ``apart``, ``pad``,
-            ``overlap``, ``barrier``, ``unknown_barrier``, ``lower_bound`` or ``optimal``.
+            ``overlap``, ``barrier``, ``unknown_barrier`` or ``lower_bound``.
     """
     check_structure(plan)
     users, owner = users_of(plan)

@@ -1,12 +1,7 @@
-"""Segment sizes, and bounds by their witnesses.
-
-A bound that a search claims has none. Where users are few all packings are tried to refute it; a
-large search cannot be repeated here, so for more users the claim is taken at its word.
-"""
+"""Segment sizes, and bounds by their witnesses."""
 
 from __future__ import annotations
 
-from itertools import permutations
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -22,16 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["check_bounds"]
 
-#: With so many users all orders can be tried.
-MAX_USERS = 8
-
 
 def check_bounds(plan: Plan, users: list[User], owner: Mapping[str, int], touches: Touches) -> None:
     """Check that segments are as large as needed and that the bounds are proven.
 
     Raises:
-        VerificationError: A size (``segment_size``, ``segment_empty``), a bound (``lower_bound``)
-            or the claim to be optimal (``optimal``) is wrong.
+        VerificationError: A size (``segment_size``, ``segment_empty``) or a bound
+            (``lower_bound``) is wrong.
     """
     by_segment: dict[str, list[int]] = {}
     for u, user in enumerate(users):
@@ -60,25 +52,8 @@ def check_bounds(plan: Plan, users: list[User], owner: Mapping[str, int], touche
         where = f"segment {segment.name!r}"
         witnesses = _witnesses(where, segment.witness, users, owner, [segment.name])
         proven = _proven(where, users, witnesses, unit, segment.proof, touches)
-        searched = segment.proof == "search"
-        _check_claim(where, segment.lower_bound_bytes, proven, segment.nbytes, exact=not searched)
-        if searched and len(inside) <= MAX_USERS:
-            lower = _lower_peak(users, numbers, segment.lower_bound_bytes - unit + 1, touches)
-            if lower is not None:
-                _unproven(
-                    f"{where} claims a lower bound of {segment.lower_bound_bytes} bytes",
-                    expected=f"at most {_round(lower, unit)}, for so few are enough",
-                    got=segment.lower_bound_bytes,
-                )
+        _check_claim(where, segment.lower_bound_bytes, proven, segment.nbytes)
     _check_joint(plan, users, owner, touches)
-    if plan.optimal != (plan.peak_bytes == plan.lower_bound_bytes):
-        fail(
-            "optimal",
-            f"the plan claims optimal={plan.optimal}",
-            expected=f"{plan.peak_bytes == plan.lower_bound_bytes}: {plan.peak_bytes} bytes, "
-            f"proven minimum {plan.lower_bound_bytes}",
-            got=plan.optimal,
-        )
 
 
 def _check_joint(plan: Plan, users: list[User], owner: Mapping[str, int], touches: Touches) -> None:
@@ -104,16 +79,14 @@ def _check_joint(plan: Plan, users: list[User], owner: Mapping[str, int], touche
         witnesses = _witnesses(where, bound.witness, users, owner, names)
         proven = _proven(where, users, witnesses, unit, "clique", touches)
         size = sum(s.nbytes for s in plan.segments if s.name in names)
-        _check_claim(where, bound.nbytes, proven, size, exact=True)
+        _check_claim(where, bound.nbytes, proven, size)
 
 
-def _check_claim(where: str, claimed: int, proven: int, size: int, *, exact: bool) -> None:
-    if claimed > size or claimed < proven or (exact and claimed != proven):
+def _check_claim(where: str, claimed: int, proven: int, size: int) -> None:
+    if claimed > size or claimed != proven:
         _unproven(
             f"{where} claims a lower bound of {claimed} bytes",
-            expected=f"{proven}, which its witnesses prove"
-            if exact
-            else f"from {proven}, which its witnesses prove, to its size of {size}",
+            expected=f"{proven}, which its witnesses prove",
             got=claimed,
         )
 
@@ -150,10 +123,10 @@ def _proven(
     where: str, users: list[User], witnesses: list[int], unit: int, proof: str, touches: Touches
 ) -> int:
     chosen = [users[u] for u in witnesses]
-    if proof not in ("clique", "pin", "search"):
+    if proof not in ("clique", "pin"):
         _unproven(
             f"{where} claims a proof of the kind {proof!r}",
-            expected="clique, pin or search",
+            expected="clique or pin",
             got=repr(proof),
         )
     if proof == "pin":
@@ -185,44 +158,3 @@ def _compatible(users: list[int], touches: Touches) -> set[tuple[int, int]]:
     pairs = [(a, b) for a, k in zip(users, behind, strict=True) for b in by_first[k:]]
     unordered = touches.unordered(pairs)
     return {pair for k, pair in enumerate(pairs) if k not in unordered}
-
-
-def _lower_peak(
-    users: list[User], numbers: list[int], claimed: int, touches: Touches
-) -> int | None:
-    """A peak in bytes below the claimed minimum, if there is one.
-
-    In some lowest packing nothing can be moved down, so it arises by placing the users by
-    ascending offset, each as low as those before it and the pins allow.
-    """
-    ordered = _compatible([u for u in numbers if not users[u].persistent], touches)
-    clash = {
-        (i, j): (a, b) not in ordered and (b, a) not in ordered
-        for (i, a), (j, b) in permutations(enumerate(numbers), 2)
-    }
-    users = [users[u] for u in numbers]
-    pinned = [i for i, u in enumerate(users) if u.pinned]
-    if any(users[i].end >= claimed for i in pinned):
-        return None
-    best: list[int] = []
-
-    def place(placed: dict[int, tuple[int, int]]) -> None:
-        if best:
-            return
-        if len(placed) == len(users):
-            best.append(max(end for _, end in placed.values()))
-            return
-        for i, user in enumerate(users):
-            if i in placed:
-                continue
-            near = sorted(placed[j] for j in placed if clash[i, j])
-            size = user.end - user.offset
-            at = 0
-            for low, high in near:
-                if at + size > low:
-                    at = max(at, -(-high // user.align) * user.align)
-            if at + size < claimed:
-                place({**placed, i: (at, at + size)})
-
-    place({i: (users[i].offset, users[i].end) for i in pinned})
-    return best[0] if best else None

@@ -14,7 +14,7 @@ from ranks import pool_of
 from torch import nn
 
 import symmplan
-from symmplan.errors import BackendError, CaptureError, OptionError, ReleasedError, RunError
+from symmplan.errors import BackendError, CaptureError, ReleasedError, RunError
 
 pytestmark = pytest.mark.ranks
 
@@ -28,7 +28,6 @@ def lifecycle(rank, world):
         ("no fsdp", CaptureError, lambda: symmplan.fsdp.apply(nn.Linear(2, 2))),
         ("memory", BackendError, lambda: symmplan.fsdp.apply(shard(Net()), memory="tape")),
         ("choose", BackendError, lambda: symmplan.fsdp.apply(shard(Net()), choose="dice")),
-        ("effort", OptionError, lambda: symmplan.fsdp.apply(shard(Net()), effort="none")),
     ):
         with pytest.raises(error) as raised:
             act()
@@ -86,7 +85,6 @@ def test_the_life_of_a_handle(two, shared_memory_is_left_clean):
         assert "accelerate launch, set fsdp_version: 2 in fsdp_config" in told["no fsdp"]
         assert "unknown memory backend 'tape'" in told["memory"]
         assert "unknown algorithm 'dice'" in told["choose"]
-        assert "effort is 'none'" in told["effort"]
         assert "symmplan.fsdp is already applied to FSDP module 'model'" in told["twice"]
         assert "handle.remove()" in told["twice"]
         assert "no FSDP collective has run yet" in told["too early"]
