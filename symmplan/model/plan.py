@@ -218,7 +218,7 @@ class Plan:
 
     @property
     def optimal(self) -> bool:
-        """Whether `peak_bytes` is proven minimal: it equals `lower_bound_bytes`."""
+        """Whether `peak_bytes` is proven minimal, as it equals `lower_bound_bytes`."""
         return self.peak_bytes == self.lower_bound_bytes
 
     @property
