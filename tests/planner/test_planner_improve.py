@@ -75,6 +75,14 @@ def test_an_improved_packing_is_one_and_no_higher(problem, work, data):
     check(task, conflicts, improver.offset, improver.peak)
 
 
+def test_where_all_is_pinned_nothing_is_improved():
+    task, conflicts = prepared(Problem.from_intervals([("a", 0, 1, 1)]))
+    task = evolve(task, pin=np.array([3]))
+    improver = improve.Improver(Space(task, conflicts), task.pin, 4, 1, 1000)
+    improver.run()
+    assert (improver.offset.tolist(), improver.peak) == ([3], 4)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     interval_problems(max_buffers=12),

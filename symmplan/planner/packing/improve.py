@@ -66,9 +66,9 @@ class Improver:
                     self._try(target)
 
     def _can_glue(self) -> bool:
-        """Whether items whose sections are disjoint do not conflict, and may lie anywhere."""
+        """Whether there are items, may lie anywhere, and do not conflict in disjoint sections."""
         space = self.space
-        free = space.align is None and not space.blocked
+        free = len(space) > 0 and space.align is None and not space.blocked
         return free and bool((space.high == space.hull_high).all())
 
     def _squeak(self) -> None:

@@ -340,7 +340,7 @@ def test_pushes_meet_first_where_nothing_else_makes_a_slot_free():
     class Meeting:
         count = 0
 
-        def enter(self, call, free=()):
+        def enter(self, call, free=(), site=""):
             self.count += 1
             self.said = [free]
 
