@@ -198,6 +198,9 @@ def demotables_of(planned: Iterable[Planned], chosen: Chosen[Call]) -> list[Demo
         call, algorithm, choice = p.call, p.algorithm.name, chosen.of.get(p.call)
         less: dict[AlgorithmName, float] = {"ordinary": 0.0}
         known: dict[AlgorithmName, float] = {}
+        seconds = {} if choice is None else dict(choice.seconds)
+        if algorithm == "shared push" and "push" in seconds:
+            seconds[algorithm] = seconds["push"] + MEETING
         if call.key.kind == "reduce_scatter" and algorithm == "copy engine":
             less = {"symmetric": 0.5, "ordinary": 0.0}
         elif algorithm == "push":  # of two slots
@@ -215,7 +218,7 @@ def demotables_of(planned: Iterable[Planned], chosen: Chosen[Call]) -> list[Demo
                 buffers=frozenset(buffers),
                 less=less,
                 known=known,
-                seconds={} if choice is None else choice.seconds,
+                seconds=seconds,
             )
         )
     return together(demotables)
