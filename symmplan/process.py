@@ -109,9 +109,11 @@ class Process:
     #: ``{(ranks, memory backend, device): {number: Arena}}`` of the segments that the programs of
     #: those ranks have parts of: written and read by `symmplan.memory.pool`.
     pool: dict[Any, dict[int, Any]] = field(factory=dict)
-    #: ``{address: (pool, process groups that registered it)}`` of windows: written and read by
-    #: `NcclPoolBackend`. A child may not end them.
-    pools: dict[int, tuple[Any, list[Any]]] = field(factory=dict, metadata=_INHERITED)
+    #: ``{process group: its windows in the order of their making, None for those taken back}``:
+    #: written and read by `WindowsBackend`. A child may not end them.
+    windows: WeakKeyDictionary[Any, list[Any]] = field(
+        factory=WeakKeyDictionary, metadata=_INHERITED
+    )
     #: What must not be freed while the process lives: written where that is found out, read by
     #: torch's symmetric memory, which adds nothing twice. A child has it, too.
     kept: list[Any] = field(factory=list, metadata=_INHERITED)

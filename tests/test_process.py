@@ -71,7 +71,7 @@ STAY = {
     "segments",
     "thread",
     "kept",
-    "pools",
+    "windows",
     "ranks",
     "world",
     "watching",

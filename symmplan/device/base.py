@@ -182,11 +182,3 @@ class Device:
 
     def empty_cache(self) -> None:
         """Return the bytes that torch's allocator has cached to the driver, of all devices."""
-
-    def pool(self, allocator: Any) -> Any:
-        """An accelerator's pool of memory that comes from an allocator, see `from_pool`."""
-        raise NotImplementedError
-
-    def from_pool(self, pool: Any) -> AbstractContextManager[None]:
-        """What this thread allocates inside comes from a pool."""
-        raise NotImplementedError

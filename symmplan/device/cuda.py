@@ -153,14 +153,6 @@ class CudaDevice(Device):
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
 
-    @override
-    def pool(self, allocator: Any) -> Any:
-        return torch.cuda.MemPool(allocator)
-
-    @override
-    def from_pool(self, pool: Any) -> AbstractContextManager[None]:
-        return torch.cuda.use_mem_pool(pool, device=self.device)
-
 
 class _OnStream:
     """`torch.cuda.stream`, which is slow on the host as it looks for devices twice."""

@@ -84,6 +84,5 @@ def _beyond(device: torch.device) -> int | None:
         for segment in PROCESS.segments
         if segment.tensor.device.type == device.type
         and device.index in (None, segment.tensor.device.index)
-        and segment.address not in PROCESS.pools  # which the allocator has
     )
     return there.total - there.free - there.reserved - held

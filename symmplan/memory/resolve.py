@@ -98,11 +98,11 @@ def resolve_backend(
         return ShmBackend()
     from symmplan.memory.torch_symm import TorchSymmBackend
 
-    if temporary and memory == "nccl":
-        from symmplan.memory.torch_symm import NcclPoolBackend, has_windows
+    if memory == "nccl":
+        from symmplan.memory.windows import WindowsBackend, has_windows
 
-        if has_windows(groups):
-            return NcclPoolBackend(memory, device, groups)
+        if has_windows(groups, device, temporary=temporary):
+            return WindowsBackend(groups, temporary=temporary)
     return TorchSymmBackend(memory, device, groups)
 
 
@@ -147,13 +147,15 @@ def _automatic(
         if alone and all(group.process_group is None for group in groups.values()):
             return "local"
         from symmplan.memory.torch_symm import serves_nccl
+        from symmplan.memory.windows import has_windows
 
         if levels is None:
             levels = all(_levels(groups, device))
         if levels or _is_decided(device):
             PROCESS.cuda_memory = True
             return "cuda"
-        return "nccl" if serves_nccl(groups) else "cuda"
+        served = has_windows(groups, device, temporary=False) or serves_nccl(groups)
+        return "nccl" if served else "cuda"
     if device.type == "cpu":
         return "local" if alone else "shm"
     raise misfit(

@@ -11,7 +11,8 @@ NCCLSymmetricMemory.cu}}.
       first, except those for copy engines, which are connected when they are made. NCCL's handle
       has no barrier; a one-element all-reduce, in the order of the stream, serves as one.
       Torch 2.11 frees an allocation without deregistering its window, and NCCL then treats later
-      memory at this address as symmetric. So NCCL segments are kept until the process ends.
+      memory at this address as symmetric. So NCCL segments are kept until the process ends, and
+      groups within a host get other ones: see [Note: windows] in `symmplan.memory.windows`.
     - NVSHMEM allocates collectively: all ranks, in the same order. After the barrier of its handles
       a rank still read older bytes of a peer (two H200, torch 2.11), so it meets as NCCL does.
     - One rendezvous registers the whole allocation, and views are found by address. So placements
@@ -22,17 +23,10 @@ NCCLSymmetricMemory.cu}}.
     - Everything runs in the order of the current stream, and the host does not wait. A release
       waits for the device, but not for the peers. So release only when all ranks have reached the
       end of the program, and before the process group is destroyed.
-
-[Note: windows of a pool]
-    A process group registers the memory of a pool of torch's as windows and can deregister
-    them, which torch's own symmetric memory cannot. NCCL runs the same kernels and copy engines
-    there. But torch does not treat such memory as symmetric: there are no handles of it, and
-    ``torch.ops.symm_mem`` refuses it. So only temporary segments are made in this way.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,9 +54,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SPLIT_WORDS",
-    "NcclPoolBackend",
     "TorchSymmBackend",
-    "has_windows",
+    "have_nccl",
     "is_whole_words",
     "serves_cuda",
     "serves_nccl",
@@ -79,7 +72,7 @@ def serves_nccl(groups: Mapping[str, Group]) -> bool:
 
     Where it can and may still choose, this makes NCCL torch's choice.
     """
-    if not _have_nccl(groups):
+    if not have_nccl(groups):
         return False
     try:
         symm_mem.set_backend("NCCL")
@@ -99,16 +92,8 @@ def serves_cuda(device: torch.device) -> bool:
         return False
 
 
-def has_windows(groups: Mapping[str, Group]) -> bool:
-    """Whether the communicators of all groups can register a pool's memory as windows."""
-    return (
-        bool(groups)
-        and _have_nccl(groups)
-        and all(nccl.registers_windows(g.process_group) for g in groups.values())
-    )
-
-
-def _have_nccl(groups: Mapping[str, Group]) -> bool:
+def have_nccl(groups: Mapping[str, Group]) -> bool:
+    """Whether all groups have an NCCL communicator."""
     return all(
         g.process_group is not None and nccl.serves(g.process_group) for g in groups.values()
     )
@@ -147,7 +132,7 @@ class TorchSymmBackend:
         self,
         spec: SegmentSpec,
         device: torch.device,
-        groups: Sequence[Group],
+        groups: Sequence[Group],  # noqa: ARG002
         health: Health,  # noqa: ARG002
         part: torch.Tensor | None = None,
     ) -> Allocation:
@@ -161,7 +146,7 @@ class TorchSymmBackend:
         device = there.device
         try:
             with there.current():
-                tensor, free = self._at_last(spec.nbytes, device, groups)
+                tensor, free = self._at_last(spec.nbytes, device)
                 try:
                     require_left(device)
                 except RuntimeError:
@@ -205,7 +190,7 @@ class TorchSymmBackend:
                     met = DeviceHostsMeeting(group, tensor, handle, hosts, segment.begin)
                     segment.add_rendezvous(met)
                     return
-                handle = self._registered(segment.allocation, group)
+                handle = self._registered(segment, group, exchange)
         except RuntimeError as error:
             raise BackendError(
                 f"memory={self.name!r}: segment {segment.spec.name!r} of {segment.nbytes} bytes "
@@ -236,29 +221,34 @@ class TorchSymmBackend:
         return self
 
     def _at_last(
-        self, nbytes: int, device: torch.device, groups: Sequence[Group]
+        self, nbytes: int, device: torch.device
     ) -> tuple[torch.Tensor, Callable[[], None]]:
         """Allocate, if need be after torch's caching allocator has returned what it keeps."""
         try:
-            return self._allocated(nbytes, device, groups)
+            return self._allocated(nbytes, device)
         except RuntimeError:
             if self.name == "nvshmem":  # all ranks allocate equally often
                 raise
             device_of(device).empty_cache()
-        return self._allocated(nbytes, device, groups)
+        return self._allocated(nbytes, device)
 
     def _allocated(
         self,
         nbytes: int,
         device: torch.device,
-        groups: Sequence[Group],  # noqa: ARG002 (others need them)
     ) -> tuple[torch.Tensor, Callable[[], None]]:
         """Memory, and what frees it beyond dropping it."""
         return symm_mem.empty(nbytes, device), lambda: None
 
-    def _registered(self, tensor: torch.Tensor, group: Group) -> Any:
-        """Torch's handle, None if it has none. Collective."""
+    def _registered(
+        self,
+        segment: Segment,
+        group: Group,
+        exchange: Exchange,  # noqa: ARG002 (others need it)
+    ) -> Any:
+        """What hands out the peers' memory, None if nothing does. Collective."""
         # See [Note: torch's allocators].
+        tensor = segment.allocation
         if self.name == "nccl" and not any(tensor is kept for kept in PROCESS.kept):
             PROCESS.kept.append(tensor)
         return symm_mem.rendezvous(tensor, group.torch_name)
@@ -281,38 +271,6 @@ class TorchSymmBackend:
                 group=group.name,
                 memory=memory,
             )
-
-
-class NcclPoolBackend(TorchSymmBackend):
-    """See [Note: windows of a pool]. Used where `has_windows`."""
-
-    def __init__(self, memory: str, device: torch.device, groups: Mapping[str, Group]) -> None:
-        super().__init__(memory, device, groups)
-        self.frees = True
-
-    def _allocated(
-        self, nbytes: int, device: torch.device, groups: Sequence[Group]
-    ) -> tuple[torch.Tensor, Callable[[], None]]:
-        allocator = nccl.window_allocator(groups[0].process_group, device)
-        there = device_of(device)
-        pool = there.pool(allocator)
-        with there.from_pool(pool):
-            tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        address = tensor.data_ptr()
-        PROCESS.pools[address] = (pool, [])
-
-        def free() -> None:
-            for group in PROCESS.pools.pop(address)[1]:
-                # A group that was destroyed has taken its windows along.
-                with contextlib.suppress(RuntimeError):
-                    nccl.deregister_pool(pool, group)
-
-        return tensor, free
-
-    def _registered(self, tensor: torch.Tensor, group: Group) -> None:
-        pool, registered = PROCESS.pools[tensor.data_ptr()]
-        nccl.register_pool(pool, group.process_group)
-        registered.append(group.process_group)
 
 
 def _warm_up(group: Group, device: torch.device) -> None:

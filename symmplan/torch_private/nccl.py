@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+from symmplan.torch_private.peers import tensor_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -132,35 +137,65 @@ def communicator_bytes(groups: Sequence[Any]) -> int | None:
 
 
 def registers_windows(group: dist.ProcessGroup) -> bool:
-    """Whether NCCL can register a pool's memory as windows of ``group``."""
-    register = getattr(group._get_backend(torch.device("cuda")), "register_mem_pool", None)
-    return "symm" in (getattr(register, "__doc__", None) or "")
+    """Whether memory can be registered as windows of the communicator of ``group``."""
+    backend = group._get_backend(torch.device("cuda"))
+    return hasattr(backend, "_comm_ptr") and _library() is not None
 
 
-def window_allocator(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What allocates memory that a pool may register as windows of NCCL; see `registers_windows`.
+def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory that can be registered as windows: uint8, freed with the last tensor on it.
 
-    Torch asks whether the group's device can do that. Of a group that has run nothing yet it
-    guesses which that is, with a warning, unless it is told.
+    Torch's caching allocator does not have it.
+
+    Raises:
+        RuntimeError: There is too little.
     """
+    address = ctypes.c_void_p()
+    _checked(_library().ncclMemAlloc(ctypes.byref(address), ctypes.c_size_t(nbytes)))
+    return tensor_at(int(address.value or 0), nbytes, device, _free)
+
+
+def register(tensor: torch.Tensor, group: dist.ProcessGroup) -> int:
+    """Register an allocation as a window, on the current device; returns what stands for it.
+
+    The group has run a collective before, or is connected. Collective.
+
+    Source: ncclCommWindowRegister, with NCCL_WIN_COLL_SYMMETRIC.
+    """
+    window = ctypes.c_void_p()
+    where, nbytes = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
+    register = _library().ncclCommWindowRegister
+    _checked(register(_communicator(group), where, nbytes, ctypes.byref(window), 1))
+    return int(window.value or 0)
+
+
+def deregister(window: int, group: dist.ProcessGroup) -> None:
+    """Take a window back. In the same order on all ranks, as each of them finds room for more."""
+    deregister = _library().ncclCommWindowDeregister
+    _checked(deregister(_communicator(group), ctypes.c_void_p(window)))
+
+
+def _communicator(group: dist.ProcessGroup) -> ctypes.c_void_p:
     backend: Any = group._get_backend(torch.device("cuda"))
-    bound = getattr(backend, "bound_device_id", device)
-    if bound is None:
-        backend.bound_device_id = device
+    return ctypes.c_void_p(backend._comm_ptr())
+
+
+def _free(address: int) -> None:
+    _library().ncclMemFree(ctypes.c_void_p(address))
+
+
+@functools.cache
+def _library() -> Any:
+    """The NCCL that torch has loaded, if it has windows; None where torch contains one."""
     try:
-        return backend.mem_allocator
-    finally:
-        if bound is None:
-            backend.bound_device_id = None
+        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return None
+    return library if hasattr(library, "ncclCommWindowRegister") else None
 
 
-def register_pool(pool: Any, group: dist.ProcessGroup) -> None:
-    """Register what lies in a ``torch.cuda.MemPool`` as windows. Collective."""
-    backend: Any = group._get_backend(torch.device("cuda"))
-    backend.register_mem_pool(pool, symm=True)
-
-
-def deregister_pool(pool: Any, group: dist.ProcessGroup) -> None:
-    """Take its windows back."""
-    backend: Any = group._get_backend(torch.device("cuda"))
-    backend.deregister_mem_pool(pool)
+def _checked(result: int) -> None:
+    if result:
+        said = _library().ncclGetErrorString
+        said.restype = ctypes.c_char_p
+        raise RuntimeError(f"NCCL error: {said(result).decode()}")

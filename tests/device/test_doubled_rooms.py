@@ -45,7 +45,7 @@ def _trained(rank, world, choose, **options):
 def _in_room(rank, world, choose, free, window=WINDOW, **options):
     """``free`` is what the driver has free beside the cache and the program's communicator."""
     run = functools.partial(_trained, **options)
-    with mock.patch("doubles.symmetric.WINDOW", window):
+    with mock.patch("doubles.network.WINDOW", window):
         return on_devices(rank, world, run, choose, total=HAD + BYTES + free)
 
 
@@ -92,3 +92,40 @@ def test_what_cannot_be_registered_beside_the_cache_is_placed_without_it(two):
     for stats, _, _, cached in two.run(_with_modules, 400 * MiB):
         assert (stats.served, stats.plain, stats.reasons) == (2 * 3 * 3, 0, ())
         assert cached == 0
+
+
+def _budgets(rank, world, capacities):
+    """Bytes of plans whose collectives were measured; pushes and copy engines were fastest."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    from symmplan.runtime import trials
+
+    def seconds_of(clock, acts, *_, **__):
+        return {name: 1e-4 if name in ("push", "copy engine") else 5e-4 for name in acts}
+
+    found = []
+    with mock.patch.object(trials, "seconds_of", seconds_of):
+        for capacity in capacities:
+            model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(3)))
+            for module in (*model, model):
+                fully_shard(module, mesh=dist.init_device_mesh("cpu", (world,)))
+            handle = symmplan.fsdp.apply(model, choose="measure", capacity=capacity, timeout=30.0)
+            for step in range(2):
+                model(torch.full((4, 512), float(rank + step))).square().mean().backward()
+            after = {demotion.after for demotion in getattr(handle.plan.budget, "demotions", ())}
+            found.append((handle.plan.peak_bytes, after))
+            handle.remove()
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+def test_measured_pushes_keep_to_any_capacity(two):
+    """One slot for all of them is what they take next, and then none."""
+    capacities = [64 * MiB, 2 * MiB, 1 * MiB, 0]
+    first, second = two.run(on_devices, _budgets, capacities)
+    print(first)
+    assert first == second
+    assert all(nbytes <= capacity for (nbytes, _), capacity in zip(first, capacities, strict=True))
+    assert any("shared push" in after for _, after in first)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
 import torch
 from doubles import installed, on_devices, state
-from doubles.network import BYTES, RESTRICTED, WINDOW, Pool
+from doubles.network import BYTES, RESTRICTED, WINDOW
 from doubles.streams import capture
 from paths import TESTS
 from ranks import pool_of
 
 from symmplan.device import device_of
-from symmplan.torch_private import nccl, symm_mem
+from symmplan.torch_private import nccl, peers, symm_mem
 
 CPU = torch.device("cpu")
 
@@ -100,7 +101,7 @@ def test_counters_of_versions_move_when_work_is_queued(device):
         lambda device, stream, before: stream.synchronize(),
         lambda device, stream, before: stream.wait_event(before),
         lambda device, stream, before: symm_mem.empty(8, CPU),
-        lambda device, stream, before: state().device.window(8),
+        lambda device, stream, before: nccl.allocate(8, CPU),
         lambda device, stream, before: device.empty_cache(),
     ],
     ids=["synchronize", "stream", "wait outside", "map", "allocate", "empty the cache"],
@@ -124,8 +125,8 @@ def test_a_device_has_no_more_bytes_than_it_has(device):
     assert device.free_bytes() == (400, 1000)
     with pytest.raises(RuntimeError, match="out of memory"):
         symm_mem.empty(401, CPU)
-    with pytest.raises(torch.OutOfMemoryError, match="400 are free"):
-        state().device.window(401)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        nccl.allocate(401, CPU)
     with pytest.raises(RuntimeError, match="out of memory"):
         state().device.take("kernels", 401)
     view = kept[:5]
@@ -135,17 +136,16 @@ def test_a_device_has_no_more_bytes_than_it_has(device):
     assert device.free_bytes() == (1000, 1000)
 
 
-def test_what_tensors_leave_is_cached_until_the_cache_is_emptied(device):
-    pool = device.pool(nccl.window_allocator(None, CPU))
-    with device.from_pool(pool):
-        block = torch.empty(300, dtype=torch.uint8, device=CPU)
-    assert (device.memory().allocated, device.memory().reserved) == (300, 300)
-    del block
-    there = device.memory()
-    assert (there.free, there.reserved, there.allocated) == (700, 300, 0)
-    assert (there.most_reserved, there.most_allocated) == (300, 300)
-    device.empty_cache()
-    assert device.memory().free == 1000
+def test_what_tensors_leave_is_cached_until_the_cache_is_emptied():
+    with installed(total=1000, had=0, counted=True):
+        device, block = device_of(CPU), torch.empty(75)
+        assert (device.memory().allocated, device.memory().reserved) == (300, 300)
+        del block
+        there = device.memory()
+        assert (there.free, there.reserved, there.allocated) == (700, 300, 0)
+        assert (there.most_reserved, there.most_allocated) == (300, 300)
+        device.empty_cache()
+        assert device.memory().free == 1000
 
 
 def test_the_tensors_of_a_program_count():
@@ -260,43 +260,64 @@ def test_nccl_registers_with_a_communicator_that_has_run_something(two):
 
 
 def _windows(rank, world):
-    """Errors of pools, and what communicators and windows take."""
+    """Errors of windows, and what communicators and windows take."""
     import torch.distributed as dist
 
-    group, device, said = dist.group.WORLD, device_of(CPU), []
-
-    def pool_with(*sizes, allocator):
-        pool = device.pool(allocator)
-        with device.from_pool(pool):
-            kept.extend(torch.empty(n, dtype=torch.uint8) for n in sizes)
-        return pool
-
-    kept, ours = [], nccl.window_allocator(group, CPU)
+    group, said = dist.group.WORLD, []
     dist.all_reduce(torch.zeros(1))
     taken = [dict(state().device.taken)]
-    said.append(_refused(nccl.register_pool, Pool(), group))
-    said.append(_refused(nccl.register_pool, device.pool(ours), group))
-    first, second = pool_with(64, allocator=ours), pool_with(32, allocator=ours)
-    said.append(_refused(nccl.deregister_pool, first, group))
-    nccl.register_pool(first, group)
-    said.append(_refused(nccl.register_pool, first, group))
-    third = pool_with(128, allocator=ours)
-    said.append(_refused(nccl.register_pool, (second, third)[rank], group))
+    said.append(_refused(nccl.register, torch.zeros(64, dtype=torch.uint8), group))
+    first, second, third = (nccl.allocate(n, CPU) for n in (64, 32, 128))
+    said.append(_refused(nccl.register, first[8:], group))
+    said.append(_refused(nccl.deregister, 1, group))
+    window = nccl.register(first, group)
+    said.append(_refused(nccl.register, first, group))
+    said.append(_refused(nccl.register, (second, third)[rank], group))
     taken.append(dict(state().device.taken))
-    nccl.deregister_pool(first, group)
-    said.append(_refused(nccl.deregister_pool, first, group))
+    nccl.deregister(window, group)
+    said.append(_refused(nccl.deregister, window, group))
     taken.append(dict(state().device.taken))
+    window = nccl.register(second, group)
+    if rank == 0:  # so it finds other room for the next one than its peer does
+        nccl.deregister(window, group)
+    said.append(_refused(nccl.register, third, group))
     return said, taken
 
 
 @pytest.mark.ranks
-def test_windows_are_of_a_pool_and_registered_once_in_one_order(two):
+def test_windows_are_of_nccl_s_memory_and_registered_once_in_one_order(two):
     for said, taken in two.run(on_devices, _windows):
-        words = ["no memory", "no memory", "not registered", "registered already"]
-        words += ["register different windows", "not registered"]
+        words = ["is not NCCL's", "is not NCCL's", "no such window", "registered already"]
+        words += ["different windows", "no such window", "different windows"]
         assert [word for word, text in zip(words, said, strict=True) if word in text] == words
         with_one = {"communicators": BYTES, "windows": WINDOW}
         assert taken == [{"communicators": BYTES}, with_one, {**with_one, "windows": 0}]
+
+
+def _shared(rank, world):
+    """What peers map of each other."""
+    import torch.distributed as dist
+
+    own = nccl.allocate(64, CPU)
+    said = _refused(peers.share, torch.zeros(8))
+    file, nbytes, begin = peers.share(own[16:])
+    told = [None] * world
+    dist.all_gather_object(told, (os.getpid(), file))
+    process, there = told[1 - rank]
+    opened = os.open(f"/proc/{process}/fd/{there}", os.O_RDWR)
+    peer = peers.mapped(opened, nbytes, CPU)[begin:]
+    peer.fill_(rank + 1)
+    dist.barrier()
+    for each in (file, opened):
+        os.close(each)
+    return said, own.tolist()
+
+
+@pytest.mark.ranks
+def test_peers_map_what_nccl_has_allocated_and_nothing_else(two):
+    for rank, (said, own) in enumerate(two.run(on_devices, _shared)):
+        assert "cannot be exported" in said
+        assert own == [0] * 16 + [2 - rank] * 48
 
 
 def _engines(rank, world):
@@ -306,15 +327,13 @@ def _engines(rank, world):
     device, group = device_of(CPU), dist.group.WORLD
     engines = nccl.copy_engine_group(group, "engines")
     taken = dict(state().device.taken)
-    pool = device.pool(nccl.window_allocator(group, CPU))
-    with device.from_pool(pool):
-        block = torch.empty(64, dtype=torch.uint8)
+    block = nccl.allocate(64, CPU)
     own, whole = block[:16].fill_(rank), block[32:]
     ordinary, said = torch.zeros(32, dtype=torch.uint8), []
     dist.all_gather_into_tensor(ordinary, own.clone(), group=engines)
     symmetric = symm_mem.empty(64, CPU)
     said.append(_refused(lambda: dist.all_gather_into_tensor(symmetric[:32], own, group=engines)))
-    nccl.register_pool(pool, engines)
+    nccl.register(block, engines)
     said.append(_refused(lambda: dist.all_gather_into_tensor(whole, own, group=engines)))
     stream = device.new_stream()
     stream.wait_stream(device.current_stream())

@@ -123,8 +123,8 @@ def test_copy_engines_run_gathers(pool, how, run):
     found, stats, _ = first
     assert found["gathers"] == 0
     assert found["copies"] >= COUNT
-    # Of one segment, with the group and two communicators; or it was another program's before.
-    assert stats.rendezvous in (0, 3)
+    # At most one segment is new, and meets the group and communicators once each.
+    assert stats.rendezvous <= 3
 
 
 @every_algorithm

@@ -42,6 +42,7 @@ def seen(rank, world, side, choose="measure", ahead=0, tokens=TOKENS, count=LAYE
         "model": "llama",
         "layers": count,
         "dim": DIM,
+        "vocabulary": 0,
         "dtype": "bfloat16",
         "reduce": "bfloat16",
         "choose": [choose],

@@ -237,12 +237,21 @@ def mismatch(rank, world, memory):
     realize(plan, memory=memory, device=device_of(rank), timeout=10)
 
 
-def another_backend(rank, world, memory):
-    """A process uses one allocator: asking for another says so."""
+def another_backend(rank, world, memory, other):
     from symmplan.memory import realize
 
-    other = "cuda" if memory == "nccl" else "nccl"
-    realize(hand_made({"x": MiB}), memory=other, device=device_of(rank), timeout=10)
+    told = []
+    for which in (memory, other):
+        with realize(
+            hand_made({"x": MiB}), memory=which, device=device_of(rank), timeout=60
+        ) as arena:
+            x = arena.tensor("x").fill_(rank + 1)
+            arena.segments["s0"].barrier()
+            told.append(int(arena.segments["s0"].peers()[1 - rank][5]))
+            arena.segments["s0"].barrier()
+            torch.cuda.synchronize()
+            del x
+    return told
 
 
 def automatic(rank, world):
@@ -322,8 +331,6 @@ def test_groups(pool):
 
 def test_memory_comes_back(pool):
     for free in pool.run(again_and_again, pool.memory):
-        if pool.memory == "nccl":
-            pytest.skip(f"NCCL's segments are kept until the process ends: {free}")
         assert free[-1] >= free[0] - 32 * MiB, free
 
 
@@ -341,8 +348,15 @@ def test_a_mismatch_raises_on_both(pool):
     assert [o.error and o.error.kind for o in outcomes] == ["AgreementError"] * 2
 
 
-def test_one_allocator_per_process(pool):
-    outcomes = pool.outcomes(another_backend, pool.memory)
+def test_two_memories_serve_a_process_if_torch_allocates_one_of_them(pool):
+    other = "cuda" if pool.memory == "nccl" else "nccl"
+    assert pool.run(another_backend, pool.memory, other) == [[2, 2], [1, 1]]
+
+
+def test_torch_has_one_allocator_in_a_process(pool):
+    if pool.memory != "nvshmem":
+        pytest.skip("CUDA's is torch's default")
+    outcomes = pool.outcomes(another_backend, pool.memory, "cuda")
     assert [o.error and o.error.kind for o in outcomes] == ["BackendError"] * 2
 
 

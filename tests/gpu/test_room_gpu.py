@@ -7,6 +7,7 @@ Two devices of one host.
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
@@ -85,12 +86,14 @@ def trained(rank, world, planned, room, steps=10):
     }
 
 
-def _sides(make, room):
-    found = {}
-    for planned in (False, True):
-        with make() as pool:
-            found[planned] = pool.run(trained, planned, room)
-    return found
+def _sides(room):
+    return {planned: _side(planned, room) for planned in (False, True)}
+
+
+@functools.cache
+def _side(planned, room):
+    with _make() as pool:
+        return pool.run(trained, planned, room)
 
 
 def _make():
@@ -100,7 +103,7 @@ def _make():
 
 
 def test_a_device_is_no_fuller_than_without():
-    found = _sides(_make, None)
+    found = _sides(None)
     for plain, planned in zip(found[False], found[True], strict=True):
         assert planned["placed"] > 0
         assert planned["most"] <= plain["most"], (plain, planned)
@@ -109,9 +112,9 @@ def test_a_device_is_no_fuller_than_without():
 
 @pytest.mark.parametrize("share", [1.5, 1.1, 1.0])
 def test_in_every_room_in_which_the_plain_program_runs_the_planned_one_does(share):
-    alone = _sides(_make, None)[False]
+    alone = _side(False, None)
     room = int(share * max(r["reserved"] for r in alone)) + 512 * MiB
-    found = _sides(_make, room)
+    found = _sides(room)
     for plain, planned in zip(found[False], found[True], strict=True):
         assert planned["losses"] == pytest.approx(plain["losses"], rel=1e-2)
         assert planned["retries"] <= plain["retries"] + 1  # the cache is emptied once

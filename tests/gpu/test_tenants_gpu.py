@@ -39,7 +39,7 @@ def _trained(rank, size, compiled, sharded):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-    users = sorted(s.users for s in segments_of_plans() if s.users)
+    users = sorted(s.users for s in segments_of_plans() if s.users and s.memory != "shm")
     torch.cuda.synchronize()
     dist.barrier()
     if handle is not None:
@@ -92,7 +92,7 @@ def _pooled(rank, size):
             off = [(a - b).abs().max() for a, b in zip(got, [want[2], *want[:2]], strict=False)]
             wrong = max(wrong, *(float(x) for x in off))
             session.step()
-            users = [s.users for s in segments_of_plans() if s.users]
+            users = [s.users for s in segments_of_plans() if s.users and s.memory != "shm"]
     torch.cuda.synchronize()
     dist.barrier()
     for backend in backends:

@@ -101,7 +101,7 @@ def _arena(rank, k, memory="shm"):
     problem = Problem(
         buffers=(buffer,), operations=(Operation("o"),), accesses=(Access("o", "x", write=True),)
     )
-    alone = memory == "nccl"  # whose memory is kept but for temporary segments without peer views
+    alone = memory == "nccl"  # whose other segments serve the next plan
     arena = realize(symmplan.plan(problem), memory=memory, temporary=alone)
     arena.tensor("x").fill_(rank + k)
     arena.segments["segment0"].barrier()

@@ -147,7 +147,6 @@ def test_what_failed_is_not_counted(monkeypatch):
 
 
 def test_segments_are_not_beyond_segments(monkeypatch):
-    """Windows of a pool are the allocator's already, so they are not taken off twice."""
     driver, plan = _Driver(), symmplan.plan(Problem.from_intervals([("a", 0, 1, 4096)]))
     monkeypatch.setattr(beyond, "device_memory", driver.memory)
     monkeypatch.setattr(PROCESS, "beyond", {})
@@ -158,12 +157,6 @@ def test_segments_are_not_beyond_segments(monkeypatch):
     with counting("x", CPU):
         arena.release()
     assert PROCESS.beyond == {}
-    (segment,) = (arena := realize(plan, memory="local")).segments.values()
-    nbytes = segment.nbytes
-    with counting("x", CPU):
-        monkeypatch.setattr(PROCESS, "pools", {segment.address: None})
-    assert PROCESS.beyond == {"x": nbytes}
-    arena.release()
 
 
 def _trained(rank, world, driven, algorithm="symmetric"):

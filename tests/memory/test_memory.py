@@ -38,7 +38,8 @@ from symmplan.memory.calls import OPS, describe, note
 from symmplan.memory.health import Health
 from symmplan.memory.local import LocalBackend
 from symmplan.memory.room import agreed_room
-from symmplan.memory.torch_symm import NcclPoolBackend, TorchSymmBackend
+from symmplan.memory.torch_symm import TorchSymmBackend
+from symmplan.memory.windows import WindowsBackend
 from symmplan.model import Placement, SegmentSpec
 from symmplan.process import PROCESS
 
@@ -77,18 +78,15 @@ def test_memory_that_no_rank_frees_alone_is_kept_for_the_next_user(monkeypatch):
     arena.release()
 
 
-@pytest.mark.parametrize(
-    ("kind", "memory", "frees"),
-    [
-        (TorchSymmBackend, "cuda", True),
-        (TorchSymmBackend, "nccl", False),
-        (TorchSymmBackend, "nvshmem", False),
-        (NcclPoolBackend, "nccl", True),
-    ],
-)
-def test_who_frees_its_memory_alone(kind, memory, frees, monkeypatch):
+@pytest.mark.parametrize(("memory", "frees"), [("cuda", True), ("nccl", False), ("nvshmem", False)])
+def test_who_frees_its_memory_alone(memory, frees, monkeypatch):
     monkeypatch.setattr("symmplan.memory.torch_symm._select", lambda *_: None)
-    assert kind(memory, torch.device("cuda", 0), {}).frees is frees
+    assert TorchSymmBackend(memory, torch.device("cuda", 0), {}).frees is frees
+
+
+@pytest.mark.parametrize("temporary", [False, True])
+def test_windows_are_given_back_at_once_where_all_ranks_release_in_one_order(temporary):
+    assert WindowsBackend({}, temporary=temporary).frees is temporary
 
 
 def test_what_leaves_a_device_without_room_to_register_it_is_not_there(monkeypatch):

@@ -103,6 +103,16 @@ SYMM_MEM = _runs(
     + names("torch._C._distributed_c10d", "_SymmetricMemory.empty_strided_p2p"),
 )
 
+WINDOWS = Seam(
+    "NCCL's communicators",
+    "reporting",
+    'memory="nccl" leaves torch\'s symmetric memory to the program',
+    RUNS,
+    names(f"{_C10D}:ProcessGroupNCCL", "_comm_ptr")
+    + names("torch._C", "_construct_storage_from_data_pointer"),
+    only_with=f"{_C10D}:ProcessGroupNCCL",
+)
+
 POOLS = _built(
     "torch's pool of symmetric memory",
     "reporting",

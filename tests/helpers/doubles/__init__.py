@@ -79,7 +79,7 @@ def installed(*, total=80 << 30, had=4 << 30, nccl=(2, 28, 9), counted=False):
     from symmplan.memory import kernels
     from symmplan.runtime import clock
     from symmplan.torch_private import nccl as nccl_seam
-    from symmplan.torch_private import symm_mem
+    from symmplan.torch_private import peers, symm_mem
 
     assert not _STATES, "the doubles are installed already"
     streams_.renew()
@@ -88,7 +88,7 @@ def installed(*, total=80 << 30, had=4 << 30, nccl=(2, 28, 9), counted=False):
     memory = SymmetricMemory(device, network)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_fresh_process())
-        for where, double in ((nccl_seam, network), (symm_mem, memory)):
+        for where, double in ((nccl_seam, network), (peers, network), (symm_mem, memory)):
             _replace(stack, where, double)
         replace_kind("cpu", type("Kind", (DoubledDevice,), {"bytes": device}))
         stack.callback(replace_kind, "cpu", None)
@@ -114,7 +114,7 @@ def on_devices(rank, world, program, *args, **options):
 
 
 #: What a process knows of its device, and of its groups there.
-_OF_DEVICES = ("cache", "pool", "pools", "kept", "cuda_memory", "beyond", "topologies", "engines")
+_OF_DEVICES = ("cache", "pool", "windows", "kept", "cuda_memory", "beyond", "topologies", "engines")
 _OF_DEVICES += ("engines_made", "device_counterparts", "measured", "side_streams", "devices")
 _OF_DEVICES += ("beyond_before",)
 

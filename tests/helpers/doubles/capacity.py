@@ -37,7 +37,7 @@ class Device:
         self.taken = {}
         self._cached = self.most_reserved = self.most_allocated = had
         self._last = self.retries = 0
-        self._direct, self._pooled, self._counted = [], [], {}
+        self._direct, self._counted = [], {}
 
     @property
     def segments(self):
@@ -53,11 +53,8 @@ class Device:
 
     @property
     def allocated(self):
-        """Bytes of tensors, windows among them."""
-        alive = [(a, n) for a, n in self._pooled if a()]
-        self._cached += sum(n for _, n in self._pooled) - sum(n for _, n in alive)
-        self._pooled = alive
-        now = sum(n for _, n in alive) + self._tensors()
+        """Bytes of tensors."""
+        now = self._tensors()
         self.most_allocated = max(self.most_allocated, now)
         return now
 
@@ -104,25 +101,12 @@ class Device:
         self._direct.append((_alive(tensor), nbytes))
         return tensor, file
 
-    def window(self, nbytes):
-        """A block of a pool's; the allocator has it.
-
-        Raises:
-            torch.OutOfMemoryError: There are not so many.
-        """
-        _refuse_capture()
-        self._reserve(nbytes)
-        tensor = torch.zeros(nbytes, dtype=torch.uint8)
-        self._pooled.append((_alive(tensor), nbytes))
-        self.reserved  # noqa: B018 - the most so far
-        return tensor
-
     def count(self, tensor):
         """A tensor of the program has been made."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._counted or not storage.nbytes():
             return
-        if any(a() == storage._cdata for a, _ in (*self._direct, *self._pooled)):
+        if any(a() == storage._cdata for a, _ in self._direct):
             return
         self._reserve(storage.nbytes())
         self._counted[storage._cdata] = weakref.ref(storage)

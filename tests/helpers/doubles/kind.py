@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from doubles.network import DEVICE_EVENT, Pool
+from doubles.network import DEVICE_EVENT
 from doubles.streams import Event, Stream, current, streams
 from symmplan.device.base import Device, DeviceMemory
 
@@ -82,26 +81,6 @@ class DoubledDevice(Device):
 
     def empty_cache(self):
         self.bytes.empty_cache()
-
-    def pool(self, allocator):
-        return Pool(allocator)
-
-    def from_pool(self, pool):
-        return _FromPool(pool)
-
-
-class _FromPool(TorchDispatchMode):
-    """What is allocated inside is a pool's."""
-
-    def __init__(self, pool):
-        super().__init__()
-        self._pool = pool
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op is torch.ops.aten.empty.memory_format:
-            assert (kwargs or {}).get("dtype") == torch.uint8
-            return self._pool.allocate(args[0][0])
-        return op(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

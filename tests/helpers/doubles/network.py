@@ -8,6 +8,7 @@ result when somebody waits for it.
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 import weakref
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from attrs import define, field
 
+from doubles.capacity import mapping_of
 from doubles.gloo import RUNS, reduction_of
 from doubles.streams import Stream, put, streams
 from symmplan.runtime.collectives import NCCL
@@ -35,7 +37,7 @@ class Communicator:
         engines: Whether its policy asks for copy engines.
         restricted: Whether it has one channel.
         stream: On which its asynchronous collectives run.
-        windows: The memory that is registered with it.
+        windows: The memory that is registered with it, at its place.
         nbytes: What it has taken of the device.
     """
 
@@ -44,31 +46,6 @@ class Communicator:
     stream: object = None
     windows: list = field(factory=list)
     nbytes: int = 0
-
-
-class Pool:
-    """A ``torch.cuda.MemPool``.
-
-    Attributes:
-        allocator: Whose memory it holds; None for the device's own.
-        blocks: Its allocations.
-    """
-
-    def __init__(self, allocator=None):
-        self.allocator = allocator
-        self.blocks = []
-
-    def allocate(self, nbytes):
-        block = self.allocator.device.window(nbytes)
-        self.blocks.append(Block.of(block))
-        return block
-
-
-@define(eq=False)
-class Allocator:
-    """NCCL's, of a group's device."""
-
-    device: object
 
 
 @define(eq=False)
@@ -92,7 +69,9 @@ class Block:
 
 
 class Network:
-    """The communicators of a process. What replaces `symmplan.torch_private.nccl` are its methods.
+    """The communicators of a process, and NCCL's memory.
+
+    What replaces `symmplan.torch_private.nccl` and `symmplan.torch_private.peers` are its methods.
 
     Attributes:
         device: Of which they take bytes.
@@ -108,6 +87,8 @@ class Network:
         self.kernels, self.without, self.refused = [], set(), []
         #: Allocations that can be registered, which are no ordinary memory: of torch's, too.
         self.allocations = []
+        #: Its own among them; and what this process has mapped of its peers.
+        self._files, self.peers = [], []
         self._of = weakref.WeakKeyDictionary()
         self._works, self._numbers = [], itertools.count()
         self._library = None
@@ -146,38 +127,78 @@ class Network:
     def registers_windows(self, group):
         return True
 
-    def window_allocator(self, group, device):
-        return Allocator(self.device)
-
-    def register_pool(self, pool, group):
-        """Windows for all that a pool holds.
+    def allocate(self, nbytes, device):
+        """An allocation that can be registered, and that peers can map; see `share`.
 
         Raises:
-            RuntimeError: The pool's memory is not NCCL's, it has none, the communicator has it
-                already, the device is full, or another rank registers other memory.
+            RuntimeError: The device has not so many bytes.
+        """
+        tensor, file = self.device.map(nbytes)
+        block = Block.of(tensor)
+        self._files = [(b, f) for b, f in self._files if b.alive]
+        self._files.append((block, file))
+        self.allocations.append(block)
+        return tensor
+
+    def register(self, tensor, group):
+        """A window.
+
+        Raises:
+            RuntimeError: The memory is not NCCL's, the communicator has it already, the device is
+                full, or another rank registers other memory, or has other windows.
         """
         found = self.used(group)
-        blocks = [block for block in getattr(pool, "blocks", ()) if block.alive]
-        if getattr(pool, "allocator", None) is None or not blocks:
-            self.refuse("NCCL error: invalid argument: no memory of this pool is NCCL's")
-        if any(block in found.windows for block in blocks):
-            self.refuse("NCCL error: invalid usage: the pool is registered already")
-        self.agree(group, [len(found.windows), *(block.nbytes for block in blocks)])
+        block = self._own(tensor)
+        if block is None or block.begin != tensor.data_ptr():
+            self.refuse("NCCL error: invalid argument: the memory is not NCCL's")
+        if block in found.windows:
+            self.refuse("NCCL error: invalid usage: the memory is registered already")
+        self.agree(group, [block.nbytes, *(n for n, w in enumerate(found.windows) if w)])
         self.device.take("windows", WINDOW)
-        found.windows += blocks
+        place = found.windows.index(None) if None in found.windows else len(found.windows)
+        found.windows[place : place + 1] = [block]
+        return place + 1
 
-    def deregister_pool(self, pool, group):
-        """Take them back.
+    def deregister(self, window, group):
+        """Take it back.
 
         Raises:
-            RuntimeError: The communicator does not have them.
+            RuntimeError: The communicator does not have it.
         """
         found = self.communicator(group)
-        if not pool.blocks or any(block not in found.windows for block in pool.blocks):
-            self.refuse("NCCL error: invalid usage: the pool is not registered")
-        for block in pool.blocks:
-            found.windows.remove(block)
+        if not 0 < window <= len(found.windows) or found.windows[window - 1] is None:
+            self.refuse("NCCL error: invalid usage: there is no such window")
+        found.windows[window - 1] = None
         self.device.give("windows", WINDOW)
+
+    # What replaces `symmplan.torch_private.peers`.
+
+    def can_map(self):
+        return True
+
+    def share(self, tensor):
+        """A descriptor of an allocation, its bytes, and where the tensor begins.
+
+        Raises:
+            RuntimeError: It is no allocation of NCCL's.
+        """
+        block = self._own(tensor)
+        if block is None:
+            self.refuse("CUDA driver error: CUDA_ERROR_INVALID_VALUE: it cannot be exported")
+        (file,) = (f for b, f in self._files if b is block)
+        return os.dup(file), block.nbytes, tensor.data_ptr() - block.begin
+
+    def mapped(self, file, nbytes, device):
+        """The bytes that another process shares."""
+        tensor = mapping_of(os.getpid(), file, nbytes)
+        self.peers = [block for block in self.peers if block.alive] + [Block.of(tensor)]
+        return tensor
+
+    def tensor_at(self, *given):
+        raise AssertionError("doubles have no addresses")
+
+    def _own(self, tensor):
+        return next((b for b, _ in self._files if b.holds(tensor)), None)
 
     # The communicators.
 
@@ -241,11 +262,11 @@ class Network:
 
     def _name(self, kind, found, group, tensors, given, asynchronous):
         """See what runs a collective, and refuse what NCCL refuses."""
-        windows = [w for w in found.windows if w.alive]
-        inside = bool(tensors) and all(any(w.holds(t) for w in windows) for t in tensors)
-        symmetric = any(b.holds(t) for b in self.allocations for t in tensors)
+        windows = [w for w in found.windows if w is not None and w.alive]
+        outside = [t for t in tensors if not any(w.holds(t) for w in windows)]
+        inside = bool(tensors) and not outside
         abilities = NCCL.get(kind)
-        if found.engines and symmetric and not inside:
+        if found.engines and any(b.holds(t) for b in self.allocations for t in outside):
             self.refuse(f"NCCL error: invalid usage: {kind} of memory that is not registered")
         if found.engines and inside and abilities is not None and abilities.engines:
             if streams().current.is_default and not asynchronous:

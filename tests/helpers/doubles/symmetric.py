@@ -30,12 +30,12 @@ class SymmetricMemory:
     def __init__(self, device, network):
         self.device, self.network = device, network
         self.name, self.used = "CUDA", False
-        self._files, self._mapped = [], []
+        self._files = []
         streams().copied = self._copied
 
     def _copied(self, target):
         """A copy into a peer's memory is a copy engine's."""
-        if any(block.holds(target) for block in self._mapped):
+        if any(block.holds(target) for block in self.network.peers):
             self.network.ran("Memcpy PtoP (Device -> Device)", "")
 
     def backend_of(self, device):
@@ -106,8 +106,9 @@ class SymmetricMemory:
             else mapping_of(process, there, n)
             for r, (process, there, n, _) in enumerate(told)
         ]
-        self._mapped = [block for block in self._mapped if block.alive]
-        self._mapped += [Block.of(p) for r, p in enumerate(peers) if r != group.rank()]
+        alive = [block for block in self.network.peers if block.alive]
+        others = [Block.of(p) for r, p in enumerate(peers) if r != group.rank()]
+        self.network.peers = alive + others
         barriers = [_Barrier(self.device, group) for _ in range(2)]
         exchanged(group, "mapped")
         return Handle(self.name, group, peers, barriers)
