@@ -1,4 +1,4 @@
-"""Tensor-parallel blocks, compiled and sharded with FSDP2, on four local ranks: one pool for both.
+"""Tensor-parallel blocks, compiled and sharded with FSDP2, on four local ranks, in one segment.
 
     python examples/fsdp_and_tensor_parallel.py
 

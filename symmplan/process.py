@@ -106,9 +106,6 @@ class Process:
     #: The segment cache: ``{number: Arena}`` of those without leases: written by `Arena`, read and
     #: emptied by `symmplan.memory.cache`.
     cache: dict[int, Any] = field(factory=dict)
-    #: ``{(ranks, memory backend, device): {number: Arena}}`` of the segments that the programs of
-    #: those ranks have parts of: written and read by `symmplan.memory.pool`.
-    pool: dict[Any, dict[int, Any]] = field(factory=dict)
     #: ``{process group: its windows in the order of their making, None for those taken back}``:
     #: written and read by `WindowsBackend`. A child may not end them.
     windows: WeakKeyDictionary[Any, list[Any]] = field(

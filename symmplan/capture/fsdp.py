@@ -89,8 +89,8 @@ def problem_of(
         algorithm_of: How a collective runs.
         zero_copy: ``{site: bytes}`` of the modules whose all-gathers fill the parameters
             themselves: one address for all of a module's, in use until the parameters are released.
-        tenants: ``{number: its bytes}``, in use while it runs, or always. All groups of a problem
-            with tenants may share a segment.
+        tenants: ``{number: its bytes}``, in use while it runs. All groups of a problem with tenants
+            may share a segment.
         live: How many of those may be alive together; see `symmplan.capture.fsdp_unsharded`.
 
     Returns:

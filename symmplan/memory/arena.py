@@ -16,7 +16,7 @@ from symmplan.memory.beyond import counting
 from symmplan.memory.device_memory import require_left
 from symmplan.memory.health import Health
 from symmplan.memory.held_segment import note_released
-from symmplan.memory.leased import lease_again, lease_out
+from symmplan.memory.leased import lease_again
 from symmplan.memory.placed_tensor import placement_of, view_of
 from symmplan.memory.races import RaceDetector
 from symmplan.memory.resolve import resolve_backend
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
-    from symmplan.coordination.groups import Group
-    from symmplan.memory.backends import Backend
-    from symmplan.model import Placement, SegmentSpec
 
 __all__ = ["DEFAULT_TIMEOUT", "Arena", "realize"]
 
@@ -132,7 +129,7 @@ class Arena:
     @property
     def timed(self) -> bool:
         """Whether other programs may use its bytes while its own does not run."""
-        return any(segment.timed for segment in self.segments.values())
+        return any(segment.host is not None for segment in self.segments.values())
 
     def tensor(
         self,
@@ -243,33 +240,6 @@ class Arena:
         for host in self.hosts:
             host.give_back(self.user)
 
-    def elsewhere(self, within: Mapping[str, tuple[Arena, Placement]]) -> Arena:
-        """Memory for the same plan and groups in which each segment is a part of another one.
-
-        Args:
-            within: As for `realize`.
-
-        Raises:
-            BackendError, PeerTimeoutError, PeerLostError: As `realize`.
-
-        Collective: yes, over the plan's groups.
-        """
-        named = {
-            name: self.segments[spec.name].rendezvous[name].group.process_group
-            for spec in self.plan.segments
-            for name in spec.groups
-        }
-        return realize(
-            self.plan,
-            memory=self.memory,
-            device=next(iter(self.segments.values())).tensor.device,
-            groups={name: group for name, group in named.items() if group is not None},
-            timeout=self.timeout,
-            debug=self.races is not None,
-            user=self.user,
-            within=within,
-        )
-
     @own_work
     def give_back(self, tenant: str | None = None) -> None:
         """End a tenant's use. Idempotent.
@@ -309,7 +279,6 @@ def realize(
     temporary: bool = False,
     debug: bool = False,
     user: str = "",
-    within: Mapping[str, tuple[Arena, Placement]] | None = None,
 ) -> Arena:
     """Agree on ``plan`` over all its groups, then allocate and rendezvous its segments.
 
@@ -329,8 +298,6 @@ def realize(
             freed then; otherwise it is kept. Equal on all ranks.
         debug: Look for races on shared memory: see `RaceError`. Equal on all ranks.
         user: The name that `symmplan.segments` shows.
-        within: ``{segment: (arena, placement in it)}`` for segments that get no allocation of their
-            own. Equal on all ranks of the segment.
 
     Raises:
         AgreementError: The ranks' plans differ; raised on every rank of the group.
@@ -361,39 +328,34 @@ def realize(
     exchange = Exchange(members, timeout)
     health = Health()
     segments: dict[str, Segment] = {}
-    within = within or {}
     races = None
     try:
-        backends = _backends(plan, within, memory, device, members, temporary)
-        memory = next((backend.name for backend in backends.values()), "local")
-        watched = [b for b in backends.values() if isinstance(b, ShmBackend)]
-        if debug and watched and has_process_groups():
-            races = RaceDetector(*world())
-            for shm in watched:
-                shm.races = races
+        backend = None
+        if plan.segments:
+            backend = resolve_backend(memory, device, members, temporary=temporary)
+        memory = "local" if backend is None else backend.name
+        if debug and isinstance(backend, ShmBackend) and has_process_groups():
+            races = backend.races = RaceDetector(*world())
         compare_notes(plan, exchange, memory=memory)
         with counting("rendezvous", device):
             for spec in plan.segments:
+                assert backend is not None
                 met = [members[group] for group in spec.groups]
-                host, begin, part = _part_of(within, spec)
-                backend = backends[spec.name]
                 segments[spec.name] = Segment(
                     spec,
                     backend,
                     # Not named: errors hold this frame.
-                    *backend.allocate(spec, device, met, health, part),
+                    *backend.allocate(spec, device, met, health),
                     timeout=timeout,
                     health=health,
-                    host=host,
-                    begin=begin,
                 )
-                part = None
             exchange.round("allocated", b"")
             for name, group in rendezvous_order(plan):
-                backends[name].rendezvous(segments[name], members[group], exchange)
+                segment = segments[name]
+                segment.backend.rendezvous(segment, members[group], exchange)
         number = PROCESS.number_arena()
         said = exchange.round("ready", b"%d" % number)
-        for backend in backends.values():
+        if backend is not None:
             backend.settle()
         exchange.finish()
     except BaseException as error:
@@ -414,35 +376,5 @@ def realize(
         timeout=timeout,
         user=user,
         races=races,
-        hosts=tuple(arena for arena, _ in within.values()),
         number=number if alike else None,
     )
-
-
-def _backends(
-    plan: Plan,
-    within: Mapping[str, tuple[Arena, Placement]],
-    memory: str,
-    device: torch.device,
-    members: Mapping[str, Group],
-    temporary: bool,
-) -> dict[str, Backend]:
-    """What makes each segment: that of its host, or one that is resolved now."""
-    found: dict[str, Backend] = {}
-    for name, (arena, place) in within.items():
-        found[name] = arena.segments[place.segment].backend.for_parts()
-    own = [spec.name for spec in plan.segments if spec.name not in found]
-    if own:
-        found |= dict.fromkeys(own, resolve_backend(memory, device, members, temporary=temporary))
-    return found
-
-
-def _part_of(
-    within: Mapping[str, tuple[Arena, Placement]], spec: SegmentSpec
-) -> tuple[Segment | None, int, torch.Tensor | None]:
-    """Of which segment a new one is a part, from which byte on, and the bytes."""
-    if spec.name not in within:
-        return None, 0, None
-    arena, place = within[spec.name]
-    host = arena.segments[place.segment]
-    return host, place.offset, lease_out(host.tensor[place.offset : place.end])

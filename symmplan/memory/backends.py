@@ -43,7 +43,6 @@ class Kind:
         engines: Whether copy engines can run collectives in it, see `symmplan.runtime.engines`.
         whole_words: Whether it gathers only parts that are a whole number of words rightly.
         levels: Whether it serves groups on several hosts in two levels.
-        pools: Whether segments may be parts of one, see `symmplan.memory.pool`.
         reach: The farthest apart that the ranks of a group may be; see
             [Note: who can be served] in `symmplan.memory.topology`.
         nccl: The oldest version of NCCL that it needs; empty if it needs none.
@@ -56,7 +55,6 @@ class Kind:
     engines: bool = False
     whole_words: bool = False
     levels: bool = False
-    pools: bool = False
     reach: Reach = "host"
     nccl: tuple[int, ...] = ()
 
@@ -64,20 +62,18 @@ class Kind:
 #: Name -> what it is and can do.
 BACKENDS: Mapping[str, Kind] = {
     "auto": Kind("local, shm, nccl or cuda, by device and group"),
-    "local": Kind("one process; ordinary memory", pools=True, reach="process"),
+    "local": Kind("one process; ordinary memory", reach="process"),
     "shm": Kind(
         "CPU ranks of one host; POSIX shared memory",
         collectives=True,
         races=True,
         levels=True,
-        pools=True,
     ),
     "nccl": Kind(
         "torch symmetric memory through NCCL windows",
         devices=True,
         engines=True,
         whole_words=True,
-        pools=True,
         reach="nvlink",
         nccl=(2, 27),
     ),
@@ -98,8 +94,7 @@ class Backend(Protocol):
     groups, in the same order on every rank. A method that
     raises has released what it allocated; `realize` releases what a method returned.
 
-    A segment keeps the backend that allocated it, which is asked again if it meets another group or
-    is given out in parts.
+    A segment keeps the backend that allocated it, which is asked again if it meets another group.
 
     Attributes:
         name: A name in `BACKENDS`.
@@ -115,11 +110,10 @@ class Backend(Protocol):
         device: torch.device,
         groups: Sequence[Group],
         health: Health,
-        part: torch.Tensor | None = None,
     ) -> Allocation:
         """This rank's bytes of a segment, and a function that frees them.
 
-        ``health`` is the arena's; ``part`` are the bytes if the segment is a part of another one.
+        ``health`` is the arena's.
         """
 
     def rendezvous(self, segment: Segment, group: Group, exchange: Exchange) -> None:
@@ -130,9 +124,6 @@ class Backend(Protocol):
 
     def settle(self) -> None:
         """All ranks hold all segments: drop what only the rendezvous needed."""
-
-    def for_parts(self) -> Backend:
-        """What serves parts of the segments that it allocated, for one call of `realize`."""
 
 
 def check_device(memory: str, device: torch.device) -> None:

@@ -57,7 +57,7 @@ def held_of(
             name=f"{segment.spec.name}.{number}",
             nbytes=segment.nbytes,
             memory=memory,
-            groups=tuple(dict.fromkeys(n for s in (segment, *segment.parts) for n in s.rendezvous)),
+            groups=tuple(segment.rendezvous),
             users=tuple(sorted(users)),
         )
         for segment in segments

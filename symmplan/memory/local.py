@@ -15,8 +15,6 @@ from symmplan.memory.segment import Rendezvous
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from typing_extensions import Self
-
     from symmplan.coordination.exchange import Exchange
     from symmplan.coordination.groups import Group
     from symmplan.coordination.world import World
@@ -46,23 +44,19 @@ class LocalBackend:
         device: torch.device,
         groups: Sequence[Group],  # noqa: ARG002
         health: Health,  # noqa: ARG002
-        part: torch.Tensor | None = None,
     ) -> Allocation:
         """A plain tensor, or a fake one."""
-        tensor = part
-        if tensor is None:
-            try:
-                with torch.inference_mode(mode=False):  # it outlives the program's mode
-                    tensor = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
-            except (MemoryError, RuntimeError) as error:
-                raise OutOfSharedMemoryError(
-                    f"no memory for segment {spec.name!r} on {device}: "
-                    f"{str(error).splitlines()[0]}",
-                    expected=f"{spec.nbytes} bytes",
-                    fix="make the plan smaller",
-                    segment=spec.name,
-                    nbytes=spec.nbytes,
-                ) from error
+        try:
+            with torch.inference_mode(mode=False):  # it outlives the program's mode
+                tensor = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
+        except (MemoryError, RuntimeError) as error:
+            raise OutOfSharedMemoryError(
+                f"no memory for segment {spec.name!r} on {device}: {str(error).splitlines()[0]}",
+                expected=f"{spec.nbytes} bytes",
+                fix="make the plan smaller",
+                segment=spec.name,
+                nbytes=spec.nbytes,
+            ) from error
         if self._world is not None:
             self._world.is_segment(tensor)
         return tensor, None
@@ -78,7 +72,3 @@ class LocalBackend:
 
     def settle(self) -> None:
         """Nothing was needed."""
-
-    def for_parts(self) -> Self:
-        """Itself: it knows nothing of a segment."""
-        return self

@@ -7,12 +7,9 @@
     release, even if nobody refers to it any more: a compiled graph may hold only views.
 
 [Note: parts]
-    A segment may be a part of another one, its *host*, if ranks of one group need several segments
-    (see `symmplan.memory.pool`). A part has health and meetings of its own, so a failure in it does
-    not affect other parts of the host. Its leases are in the host's list. Some parts share their
-    bytes with other programs while their own program does not run. There an address does not tell
-    whose tensor it is. Such a part has the host's meetings and health, and `locate` does not find
-    it.
+    A segment may be a part of another one, its *host*: see `symmplan.runtime.tenants`. Other
+    programs use its bytes while its own program does not run, so an address does not tell whose
+    tensor it is. It has the host's meetings, health and leases, and `locate` does not find it.
 
 [Note: forked processes]
     A process that is forked from a rank inherits the rank's objects and memory, including memory
@@ -30,7 +27,7 @@ from weakref import WeakSet
 from symmplan.coordination.groups import Group, group_key, listed
 from symmplan.coordination.world import address_of
 from symmplan.errors import BackendError, NotSymmetricError, ReleasedError, RunError
-from symmplan.process import PROCESS, LiveSegments
+from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -169,13 +166,10 @@ class Segment:
         nbytes: Its size.
         host: The segment whose bytes it has a part of; None if all are its own.
         begin: Where it begins there, in bytes.
-        timed: Whether the bytes are its own only while its program runs. Then it meets in the host.
-        parts: The segments that have a part of its bytes, by address.
         rendezvous: ``{group name: Rendezvous}``, under the plan's and under torch's name.
         leases: ``(begin, end, lease)`` in bytes of the host; see `symmplan.runtime.leases`.
         unmet: Process groups with which some rank could not register it, or its host. Ranks that
             could would not do it again with those that try again.
-        tenant: The tenant that can move elsewhere with all that it has here, weakly, or None.
     """
 
     def __init__(
@@ -189,7 +183,6 @@ class Segment:
         health: Health,
         host: Segment | None = None,
         begin: int = 0,
-        timed: bool = False,
     ) -> None:
         self.spec = spec
         self.backend = backend
@@ -199,28 +192,21 @@ class Segment:
         self.nbytes: int = spec.nbytes
         self.host = host
         self.begin = begin
-        self.timed = timed
-        self.parts = LiveSegments()
         self.rendezvous: dict[str, Rendezvous] = {}
-        if host is not None and timed:
+        if host is not None:
             mine = {id(host.rendezvous[group]) for group in spec.groups}
             self.rendezvous = {n: r for n, r in host.rendezvous.items() if id(r) in mine}
         self.leases: list[Any] = [] if host is None else host.leases
         self.unmet: WeakSet[Any] = WeakSet() if host is None else host.unmet
-        self.tenant: Callable[[], Any] | None = None
         self._tensor: torch.Tensor | None = tensor
         self._on_release = on_release
         self._inherited = False
-        if not timed:
-            self._siblings.add(self)
+        if host is None:
+            PROCESS.segments.add(self)
 
     def __repr__(self) -> str:
         state = "" if self._tensor is not None else ", released"
         return f"<Segment {self.spec.name} {self.backend.name} {self.nbytes} bytes{state}>"
-
-    @property
-    def _siblings(self) -> LiveSegments:
-        return PROCESS.segments if self.host is None else self.host.parts
 
     @property
     def released(self) -> bool:
@@ -312,15 +298,6 @@ class Segment:
         """Which bytes are leased, of it or of its parts: from where to where."""
         return [(begin, end) for begin, end, lease in self.leases if lease.held]
 
-    def peers_of_host(self, group: Group) -> list[torch.Tensor]:
-        """The bytes of each rank that is near, as its host knows them; empty if it has none."""
-        if self.host is None:
-            return []
-        ranks = group.ranks
-        met = next(m for m in self.host._meetings() if m.group.ranks == ranks)
-        peers = met.peers if met.levels is None else met.levels.near_peers
-        return [peer[self.begin : self.begin + self.nbytes] for peer in peers]
-
     def peers(self, group: str | Any | None = None) -> tuple[torch.Tensor, ...]:
         """Each rank's bytes of the segment, in the order of the group's ranks; see `meeting`."""
         return self.meeting(group).peers
@@ -341,13 +318,12 @@ class Segment:
         """
         if self._tensor is None:
             return
-        if self.timed:
+        if self.host is not None:
             self._tensor = None
             self.rendezvous.clear()
             return
-        self._siblings.remove(self)
-        if self.host is None:  # else who holds bytes of it holds them yet
-            self.leases.clear()
+        PROCESS.segments.remove(self)
+        self.leases.clear()
         if self._inherited:
             PROCESS.kept.append((self._tensor, dict(self.rendezvous)))
             self._tensor = None
@@ -372,22 +348,15 @@ class Segment:
         self.health.on_break.clear()
         for rendezvous in self.rendezvous.values():
             rendezvous.forked()
-        self.parts.forked()
 
 
 def locate(tensor: torch.Tensor) -> tuple[Segment, int] | None:
-    """The live segment that holds the first byte of ``tensor``, and that byte's offset in it.
-
-    Where that is in a part of a segment, the part.
-    """
+    """The live segment that holds the first byte of ``tensor``, and that byte's offset in it."""
     address = tensor.data_ptr()
     if not address:  # an empty tensor has no address of its own
         address = tensor.untyped_storage().data_ptr()
         address += int(tensor.storage_offset()) * tensor.element_size()
-    found = PROCESS.segments.find(address)
-    if found is not None and found[0].parts:
-        return found[0].parts.find(address) or found
-    return found
+    return PROCESS.segments.find(address)
 
 
 def located(

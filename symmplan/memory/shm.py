@@ -116,20 +116,17 @@ class ShmBackend:
         device: torch.device,  # noqa: ARG002
         groups: Sequence[Group],
         health: Health,
-        part: torch.Tensor | None = None,
     ) -> Allocation:
-        """A nameless shared file of this rank, mapped; without data where the segment is a part."""
+        """A nameless shared file of this rank, mapped."""
         starts, nbytes = layout([group.size for group in groups])
         page = mmap.PAGESIZE
-        start = 0 if part is not None else -(-spec.nbytes // page) * page
+        start = -(-spec.nbytes // page) * page
         log = start + nbytes
         races = self.races
         fd, file = create(log + (log_nbytes(races.size) if races is not None else 0))
         try:
             memory = map_file(fd, file.nbytes)
-            tensor = part
-            if tensor is None:
-                tensor = torch.frombuffer(memory, dtype=torch.uint8, count=spec.nbytes)
+            tensor = torch.frombuffer(memory, dtype=torch.uint8, count=spec.nbytes)
             control = ControlArea(memory, start, log - start)
             watched = None if races is None else races.watch(spec.name, memory, log, health)
         except BaseException:
@@ -194,10 +191,6 @@ class ShmBackend:
         """Close the descriptors through which peers came in."""
         for own in self._own.values():
             own.settle()
-
-    def for_parts(self) -> ShmBackend:
-        """A backend of its own: each part has a file for its control area."""
-        return ShmBackend()
 
     def _map(self, own: _Own, offer: _Offer, group: Group, rank: int) -> None:
         """Map a peer's file unless it is mapped already.
@@ -267,17 +260,13 @@ class ShmBackend:
     ) -> None:
         peers = []
         areas = []
-        theirs = segment.peers_of_host(group)
-        for i, (rank, offer) in enumerate(offers.items()):
+        for rank, offer in offers.items():
             memory = own.mapped[offer.file.device, offer.file.inode]
             if rank == group.rank:
                 peers.append(segment.tensor)
                 areas.append(own.control)
             else:
-                if theirs:
-                    peers.append(theirs[i])
-                else:
-                    peers.append(torch.frombuffer(memory, dtype=torch.uint8, count=offer.nbytes))
+                peers.append(torch.frombuffer(memory, dtype=torch.uint8, count=offer.nbytes))
                 nbytes = (offer.log or offer.file.nbytes) - offer.data
                 areas.append(ControlArea(memory, offer.data, nbytes))
             if own.watched is not None and offer.log:

@@ -44,8 +44,6 @@ from symmplan.torch_private import c10d, nccl, symm_mem
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from typing_extensions import Self
-
     from symmplan.coordination.exchange import Exchange
     from symmplan.coordination.groups import Group
     from symmplan.memory.health import Health
@@ -134,14 +132,8 @@ class TorchSymmBackend:
         device: torch.device,
         groups: Sequence[Group],  # noqa: ARG002
         health: Health,  # noqa: ARG002
-        part: torch.Tensor | None = None,
     ) -> Allocation:
-        """An allocation of its own, unless it is a part of one.
-
-        Collective: with NVSHMEM yes, else no.
-        """
-        if part is not None:
-            return part, device_of(part.device).synchronize
+        """An allocation of its own. Collective: with NVSHMEM yes, else no."""
         there = device_of(device)
         device = there.device
         try:
@@ -215,10 +207,6 @@ class TorchSymmBackend:
 
     def settle(self) -> None:
         """Nothing was needed."""
-
-    def for_parts(self) -> Self:
-        """Itself: a group registers the whole allocation of a part."""
-        return self
 
     def _at_last(
         self, nbytes: int, device: torch.device

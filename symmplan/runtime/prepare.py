@@ -34,7 +34,7 @@ from symmplan.coordination.exchange import Exchange
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
 from symmplan.errors import AgreementError
-from symmplan.memory import cache, pool, resolve_backend, topology
+from symmplan.memory import cache, resolve_backend, topology
 from symmplan.memory.beyond import beyond_segments
 from symmplan.memory.cache import cached_bytes
 from symmplan.memory.device_memory import device_memory, empty_cache
@@ -255,8 +255,6 @@ class Preparation:
         *,
         memory: str = "",
         user: str = "",
-        pooled: bool = False,
-        old: Arena | None = None,
     ) -> tuple[Arena, int]:
         """Memory for a plan on which all ranks agree, and how many rendezvous that took.
 
@@ -267,8 +265,6 @@ class Preparation:
             meet: Meets others in it; what it raises is raised, and the memory given back.
             memory: Name of the memory backend, if not of what was last agreed on.
             user: The user of the memory, if not the program.
-            pooled: Whether the segments may be parts of one; see `symmplan.memory.pool`.
-            old: The arena that it replaces there.
 
         Raises:
             AgreementError, BackendError, PeerTimeoutError: As `symmplan.memory.realize`.
@@ -278,17 +274,15 @@ class Preparation:
         if plan.peak_bytes > self.at_once:
             empty_cache(device)
         self.at_once = sys.maxsize  # once
-        given: dict[str, Any] = {
-            "memory": memory or self.memory,
-            "device": device,
-            "timeout": self.options.timeout,
-            "debug": self.options.debug is True,
-            "user": user or self.user,
-        }
-        if pooled:
-            arena, new = pool.obtain(plan, groups, **given, old=old)
-        else:
-            arena, new = cache.obtain(plan, groups, **given)
+        arena, new = cache.obtain(
+            plan,
+            groups,
+            memory=memory or self.memory,
+            device=device,
+            timeout=self.options.timeout,
+            debug=self.options.debug is True,
+            user=user or self.user,
+        )
         before = 0 if new else arena.rendezvous
         try:
             meet(arena)

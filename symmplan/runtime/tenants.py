@@ -4,14 +4,10 @@
     Compiled graphs use their bytes only while they run, and FSDP2's buffers come and go between the
     runs. So FSDP2's plan has one more buffer for each tenant that ran in the recorded step, live
     while the tenant ran. If another buffer is dead at that time, the tenant costs nothing. From
-    then on the tenant uses this suballocation, and releases its part of the pool's segment (see
-    [Note: one pool] in `symmplan.memory.pool`).
+    then on the tenant uses this suballocation, and releases its own segment.
 
-    The program may use an eager session's tensors also between the session's calls, and graphs that
-    save tensors for backward use their bytes between runs. These tenants get bytes of the same
-    segment that nobody shares, with separate meetings and health. This holds if they have the same
-    ranks as FSDP2; otherwise they stay in the pool. A session moves at the end of an iteration in
-    which no rank holds any of its tensors; the ranks exchange this.
+    Graphs that save tensors for backward use their bytes between runs, and eager sessions' tensors
+    are used between calls. They keep segments of their own.
 
     A graph whose segments several groups have registered keeps separate segments.
 
@@ -25,8 +21,7 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from symmplan.memory.arena import Arena
 from symmplan.memory.leased import lease_out
@@ -35,17 +30,12 @@ from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from contextlib import AbstractContextManager
 
     from symmplan.model import Placement
 
 
 class Tenant(Protocol):
     """Who may lie in segments of somebody else."""
-
-    @property
-    def lasts(self) -> bool:
-        """Whether it has its bytes also between its runs."""
 
     @property
     def arena(self) -> Arena:
@@ -59,17 +49,8 @@ class Tenant(Protocol):
     def align(self) -> int:
         """What its segments must begin at a multiple of, in bytes."""
 
-    def still(self) -> AbstractContextManager[int | None]:
-        """A context in which it does not run, if it does not now and may move: then how far it is.
-
-        That is equal on ranks that are at the same place of the program. Else None.
-        """
-
     def move_in(self, there: Arena) -> None:
-        """Lie there from now on, or from the next moment on at which that can be.
-
-        Collective: where peers were not seen before.
-        """
+        """Lie there from now on. Collective: where peers were not seen before."""
 
 
 def ran(tenant: Tenant) -> None:
@@ -84,16 +65,6 @@ def forget(tenants: list[Tenant | None]) -> None:
     for i, tenant in enumerate(tenants):
         if tenant is not None and tenant.arena.released:
             tenants[i] = None
-
-
-def settled(tenant: Any, arena: Arena) -> None:
-    """Say that a tenant lies in an arena: the pool may ask it to move.
-
-    Of a `Tenant` the pool needs no more than ``arena``, ``still`` and ``move_in``.
-    """
-    if not arena.timed and len(arena.segments) == 1:
-        for segment in arena.segments.values():
-            segment.tenant = weakref.ref(tenant)
 
 
 def timed(tenant: Tenant, host: Arena, places: Mapping[str, Placement]) -> Arena:
@@ -117,7 +88,6 @@ def timed(tenant: Tenant, host: Arena, places: Mapping[str, Placement]) -> Arena
             health=whole.health,
             host=whole,
             begin=place.offset,
-            timed=True,
         )
     old = tenant.arena
     return Arena(

@@ -165,6 +165,35 @@ def test_sessions_by_each_algorithm(pair, memory):
         _judge(pair.run(on_devices, _session, memory, choose), memory, choose)
 
 
+def _one_after_the_other(rank, world, holds):
+    """Three sessions; of the first a tensor is held or not."""
+    import torch.distributed as dist
+
+    rendezvous, held, wrong = [], [], 0
+    for number in range(3):
+        with symmplan.eager(memory="nccl", choose="placed", timeout=30.0) as session:
+            for turn in range(3):
+                x = symmplan.placed.out(torch.mul, torch.full((64,), number + turn + 1.0), rank + 1)
+                dist.all_reduce(x, group=dist.group.WORLD)
+                wrong += not bool((x == 3 * (number + turn + 1)).all())
+                last = turn == 2 and not number
+                held += [x] if holds and last else []
+                del x
+                if not (held and last):
+                    session.step()
+        rendezvous.append(session.stats.rendezvous)
+    wrong += sum(not bool((x == 9).all()) for x in held)
+    return rendezvous, wrong, [s.users for s in symmplan.segments()]
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_session_takes_the_segment_of_one_that_is_over(fresh, holds):
+    for rendezvous, wrong, users in fresh.run(on_devices, _one_after_the_other, holds):
+        assert rendezvous == [1, int(holds), 0]
+        assert not wrong
+        assert users.count(()) == 1
+
+
 @pytest.mark.all_cases
 @pytest.mark.parametrize("memory", ["nccl", "cuda"])
 def test_graphs_by_each_algorithm(pair, memory):

@@ -27,7 +27,6 @@ def _on_device(rank, world, *given):
         ("choose", "ordinary", "placed"),
         ("choose", "measure", "placed"),
         ("memory", "cuda", "nccl"),
-        ("memory", "shm", "auto"),
     ],
 )
 def test_an_option_that_one_rank_has_alone(pool, program, option, mine, theirs, tmp_path):

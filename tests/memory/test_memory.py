@@ -40,7 +40,7 @@ from symmplan.memory.local import LocalBackend
 from symmplan.memory.room import agreed_room
 from symmplan.memory.torch_symm import TorchSymmBackend
 from symmplan.memory.windows import WindowsBackend
-from symmplan.model import Placement, SegmentSpec
+from symmplan.model import SegmentSpec
 from symmplan.process import PROCESS
 
 CPU = torch.device("cpu")
@@ -337,7 +337,7 @@ class _Owning(LocalBackend):
 
 @pytest.mark.parametrize("temporary", [False, True])
 def test_a_segment_keeps_the_backend_that_made_its_memory(temporary, monkeypatch):
-    """Also a part of it, and when it meets more groups later."""
+    """Also when it meets more groups later."""
     made = []
 
     def resolve(*_, **__):
@@ -346,16 +346,12 @@ def test_a_segment_keeps_the_backend_that_made_its_memory(temporary, monkeypatch
 
     monkeypatch.setattr("symmplan.memory.arena.resolve_backend", resolve)
     plan = hand_made({"a": 64})
-    host = realize(hand_made({"a": 64, "b": 64}), temporary=temporary)
-    part = realize(plan, within={"s0": (host, Placement("s0", 64, 64))})
-    for number, arena in enumerate([host, part]):
-        assert arena.join({"s0": {f"more {number}": None}}) == 1
-    moved = part.elsewhere({"s0": (host, Placement("s0", 0, 64))})
-    assert moved.join({"s0": {"further": None}}) == 1
+    arena = realize(plan, temporary=temporary)
+    assert arena.join({"s0": {"more": None}}) == 1
+    assert arena.join({"s0": {"further": None}}) == 1
     assert len(made) == 1
-    for arena in (moved, part, host):
-        assert arena.frees
-        arena.release()
+    assert arena.frees
+    arena.release()
 
 
 def test_notes_of_calls_can_be_read():

@@ -62,6 +62,6 @@ def test_segments_say_who_plans_in_them(pair):
     seen, named, (want,), (sharded, compiled) = first
     assert named == want
     graph = (("compiled graphs",), compiled, "shm")
-    both = (("compiled graphs", "eager session"), 4096 + compiled, "shm")
+    session = (("eager session",), 512, "shm")
     model = (("FSDP2",), sharded, "shm")
-    assert seen == [[], [graph], sorted([graph, model]), sorted([both, model]), []]
+    assert seen == [[], [graph], sorted([graph, model]), sorted([graph, session, model]), []]

@@ -203,7 +203,6 @@ class PinnedInputs:
                 self.device,
                 {group: process_group},
                 memory=self._memory,
-                pooled=True,
                 user="pinned inputs",
             )
             self.pool.rendezvous += rendezvous

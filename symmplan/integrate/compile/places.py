@@ -24,7 +24,6 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,11 +33,10 @@ from symmplan.coordination.world import address_of
 from symmplan.errors import RunError
 from symmplan.memory.leased import lease_out
 from symmplan.runtime.leases import Ledger, StorageLease, copied
-from symmplan.runtime.tenants import settled
 from symmplan.torch_private.dispatch import storage_use_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from symmplan.integrate.compile.progress import Progress
     from symmplan.memory.arena import Arena
@@ -114,21 +112,8 @@ class Place:
         Ledger(segment.leases).take(begin, begin + place.nbytes, self.lease)
 
     @property
-    def can_move(self) -> bool:
-        """Whether only the tensor that lives there looks at its bytes."""
-        return not self.lease.held or (self._living() is not None and self._is_lived_in_alone)
-
-    @property
     def _is_lived_in_alone(self) -> bool:
         return storage_use_count(self.lease.storage) == self.lease.uses + 1
-
-    def move(self, arena: Arena, buffer: str) -> None:
-        """Be the placement of that buffer, together with who lives here."""
-        pinned = self._living()
-        self.lie(arena, buffer)
-        if pinned is not None:
-            with torch.inference_mode(mode=False), torch.no_grad():
-                self._house(pinned)
 
     def _living(self) -> torch.Tensor | None:
         """What lives in its bytes, if that is known."""
@@ -216,38 +201,17 @@ def _why_it_stays(tensor: torch.Tensor) -> str:
 
 @define(eq=False)
 class PinnedPart:
-    """Placements that were made together; a tenant of the pool, see `symmplan.memory.pool`.
+    """Placements that were made together.
 
     Attributes:
         arena: Their memory.
         places: ``{buffer: its placement}``.
-        still: How many runs of the backend's graphs there were, None if one goes on.
         progress: How far the ranks are.
     """
 
     arena: Arena
     places: dict[str, Place]
-    _still: Callable[[], int | None]
     _progress: Progress
-
-    def __attrs_post_init__(self) -> None:
-        settled(self, self.arena)
-
-    @contextmanager
-    def still(self) -> Iterator[int | None]:
-        """A context in which no graph uses the places, if all can move. See `Tenant.still`."""
-        free = all(place.can_move for place in self.places.values())
-        yield self._still() if free else None
-
-    def move_in(self, there: Arena) -> None:
-        """Move all places to another arena. See `Tenant.move_in`."""
-        for buffer, place in self.places.items():
-            place.move(there, buffer)
-        old, self.arena = self.arena, there
-        settled(self, there)
-        self._progress.add(there)
-        self._progress.remove(old)
-        old.give_back()
 
     def release(self) -> None:
         """Move all pinned inputs out, and give the memory back. Idempotent. Collective: no."""

@@ -1,6 +1,6 @@
 """The segments of a compile backend, which are parts of the pool's.
 
-See [Note: turns] in `symmplan.integrate.compile.turns`, [Note: one pool] in `symmplan.memory.pool`.
+See [Note: turns] in `symmplan.integrate.compile.turns`.
 """
 
 from __future__ import annotations
@@ -245,10 +245,7 @@ class Pool:
                 return None
             synchronize(shared.device)  # before all ranks meet: then nobody uses the old ones
             plan = evolve(plan, segments=tuple(larger))
-        old = None if shared is None else shared.arena
-        arena, rendezvous = self.preparation.obtain(
-            plan, device, groups, memory=memory, pooled=True, old=old
-        )
+        arena, rendezvous = self.preparation.obtain(plan, device, groups, memory=memory)
         self.rendezvous += rendezvous
         return arena
 
@@ -272,14 +269,9 @@ class Pool:
         for number, buffer in enumerate(buffers, len(self.places(process_group))):
             made[buffer] = place = Place(number, process_group)
             place.lie(arena, buffer)
-        self.pinned.append(PinnedPart(arena, made, self.still, self.progress))
+        self.pinned.append(PinnedPart(arena, made, self.progress))
         self.pinnings.add((process_group, tuple(place.number for place in made.values())))
         return [*made.values()]
-
-    def still(self) -> int | None:
-        """How many runs there were, where none goes on and no CUDA graph knows an address."""
-        mine = self._shared.values()
-        return None if any(s.busy for s in mine) else sum(s.runs for s in mine)
 
     def release(self) -> None:
         """Give all segments back. Idempotent. Collective: no."""

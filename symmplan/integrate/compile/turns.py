@@ -26,7 +26,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -42,12 +41,12 @@ from symmplan.memory.leased import lease_out
 from symmplan.memory.streams import synchronize
 from symmplan.runtime.engines import register_known
 from symmplan.runtime.leases import Lease, Ledger, Run
-from symmplan.runtime.tenants import ran, settled, synchronizes_once
+from symmplan.runtime.tenants import ran, synchronizes_once
 from symmplan.torch_private.autograd import has_saved_tensor_hooks, keeps_graph
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     import torch
 
@@ -73,7 +72,6 @@ class Shared:
         align: What the segments must begin at a multiple of, in bytes.
         crosses: Whether something in them outlives a run of its graph.
         lock: Held while a graph runs in them.
-        runs: How many began.
         by_place: The bytes of each crossing buffer that a graph has had so far.
         taken_by: The parts that have inputs in the segments.
     """
@@ -93,14 +91,9 @@ class Shared:
     _last: Plan | None = field(init=False, default=None)
     _run: Run | None = field(init=False, default=None)
     _stream: tuple[Any, int] = field(init=False, default=(None, 0))
-    runs: int = field(init=False, default=0)
     by_place: dict[Placement, CrossingLease] = field(init=False, factory=dict)
     taken_by: WeakSet[PlannedPart] = field(init=False, factory=WeakSet)
-    _moving: bool = field(init=False, default=False)
     _captured: bool = field(init=False, default=False)
-
-    def __attrs_post_init__(self) -> None:
-        settled(self, self.arena)
 
     def enter(self, part: PlannedPart, args: list[Any]) -> None:
         """Begin a run of a part; some of its inputs may be replaced. See [Note: turns].
@@ -112,7 +105,7 @@ class Shared:
         """
         if self.released:
             raise released()
-        if not self.lock.acquire(blocking=self._moving):
+        if not self.lock.acquire(blocking=False):
             raise RunError(
                 "a compiled graph started while another one was using the same segments",
                 expected="one running graph of each backend",
@@ -120,7 +113,6 @@ class Shared:
                 fix="compile one of them with a separate symmplan.backend()",
             )
         try:
-            self.runs += 1
             ran(self)
             self.progress.run(part.groups or ())
             self._follow()
@@ -151,11 +143,6 @@ class Shared:
             self.lock.release()
 
     @property
-    def busy(self) -> bool:
-        """Whether a graph runs in them, or a CUDA graph has the addresses."""
-        return self._run is not None or self._captured
-
-    @property
     def _hosted(self) -> bool:
         """Whether others are in the segments, by their plan."""
         return self.arena.timed
@@ -163,25 +150,7 @@ class Shared:
     @property
     def movable(self) -> bool:
         """See `Tenant`."""
-        return synchronizes_once(self.arena) and not self.released
-
-    @property
-    def lasts(self) -> bool:
-        """See `Tenant`."""
-        return self.crosses
-
-    @contextlib.contextmanager
-    def still(self) -> Iterator[int | None]:
-        """See `Tenant`. A run that another thread begins meanwhile waits."""
-        self._moving = True
-        free = self.lock.acquire(blocking=False)
-        try:
-            moves = free and not (self.released or self._captured)
-            yield self.runs if moves else None
-        finally:
-            self._moving = False
-            if free:
-                self.lock.release()
+        return synchronizes_once(self.arena) and not (self.released or self.crosses)
 
     def move_in(self, there: Arena) -> None:
         """Live there from now on; see [Note: tenants] in `symmplan.runtime.tenants`."""
@@ -225,7 +194,6 @@ class Shared:
     def move(self, arena: Arena) -> None:
         """Use other segments, as large or larger; what was saved moves, and the old ones go."""
         old, self.arena = self.arena, arena
-        settled(self, arena)
         saved, self.by_place = self.by_place, {}
         for place, lease in saved.items():
             there = self._at(place)

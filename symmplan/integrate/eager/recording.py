@@ -298,7 +298,7 @@ class IterationRecording:
             # Here, where a rank that has no room for them is heard.
             elements = {dtype: torch.empty((), dtype=dtype, device=device) for dtype in dtypes}
             program = place(captured, plan, fitting.lowerings, chosen, plan.barriers)
-        arena, rendezvous = preparation.obtain(plan, device, groups, meet_engines, pooled=True)
+        arena, rendezvous = preparation.obtain(plan, device, groups, meet_engines)
         return Frozen(
             program,
             arena,

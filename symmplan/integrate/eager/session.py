@@ -28,7 +28,6 @@ from symmplan.runtime.executor import executor
 from symmplan.runtime.handles import OfOneProcess
 from symmplan.runtime.observe import Checked, check, checking, launching
 from symmplan.runtime.stats import Copy, Stats
-from symmplan.runtime.tenants import ran
 from symmplan.runtime.watching import Watching
 from symmplan.torch_private import c10d
 from symmplan.torch_private.compilers import outside_graphs
@@ -208,11 +207,6 @@ class Session(OfOneProcess):
         if cursor is not None:  # else nothing is served, nor compared with what was recorded
             self._end_iteration(frozen, cursor)
         self._counts["iterations"] += 1
-        if frozen.there is not None:
-            settings = self._settings
-            with self._faults.telling():
-                frozen.move(self._device, settings.process_groups, settings.options.timeout)
-        ran(frozen)
 
     def _end_iteration(self, frozen: Frozen, cursor: Cursor) -> None:
         if cursor.at != len(frozen.events):
@@ -242,7 +236,6 @@ class Session(OfOneProcess):
                 "ops` lists those that are, symmplan.symm_args declares others)"
             )
         self._frozen, self._state = frozen, "frozen"
-        ran(frozen)
         if not self._executor.serves:
             return
         waited = self._waited if frozen.leaving else None
@@ -303,8 +296,6 @@ class Session(OfOneProcess):
             self._usable()
         assert self._cursor is not None
         assert self._frozen is not None
-        if self._there.is_capturing():
-            self._frozen.stays = True  # a CUDA graph has the addresses
         event = self._faults.expect(self._events, self._cursor, op, said, kwargs, kind)
         thread = PROCESS.thread
         thread.own_work += 1

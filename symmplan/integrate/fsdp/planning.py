@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.integrate.fsdp.memory import Memory
     from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
-    from symmplan.memory import Arena
-    from symmplan.model import AlgorithmName, Placement, Plan
+    from symmplan.model import AlgorithmName, Plan
     from symmplan.planner.budget import Demotable
     from symmplan.runtime.cases import Case
     from symmplan.runtime.choice import Choice
@@ -156,11 +155,7 @@ class Planning:
             places = [plan.placements[g.name] for g in needs]
             assert memory.arena is not None
             there = dict(zip(tenant.arena.segments, places, strict=True))
-            if not tenant.lasts:
-                tenant.move_in(timed(tenant, memory.arena, there))
-            elif not _lies(tenant, memory.arena, there):
-                within = {name: (memory.arena, place) for name, place in there.items()}
-                tenant.move_in(tenant.arena.elsewhere(within))
+            tenant.move_in(timed(tenant, memory.arena, there))
         self.plan, self._last = plan, problem
         recordings = self._kept = list(problem.recordings)
         kept = kept_after_forward(recordings, self.layouts, self.live)
@@ -278,7 +273,7 @@ class Planning:
         if preparation.refusal is None:
             # Who asks for more modules with bytes asks for more bytes.
             room = memory.room(below=self.live is None)
-            for tenants in self._tenants(recordings):
+            if tenants := self._tenants(recordings):
                 made = problem.plan(tenants, {})
                 if self._alike(made, tenants, room, recordings[0].collectives):
                     return finished(made)
@@ -287,42 +282,29 @@ class Planning:
         plan, made = within(room, planned, lambda _, made: self._taken(made, first))
         return finished(evolve(made, plan=plan))
 
-    def _tenants(self, recordings: Sequence[Recording]) -> list[dict[int, tuple[Buffer, ...]]]:
+    def _tenants(self, recordings: Sequence[Recording]) -> dict[int, tuple[Buffer, ...]]:
         """Who ran meanwhile and can live in suballocations; the same on all ranks.
-
-        All of them first, and then those that have bytes while they run alone.
 
         Collective: yes, over all groups of the model.
         """
         memory, groups, name = self._memory, self._memory.groups, self._memory.preparation.memory
         ran = sorted({i for r in recordings for what, i in r.events if what == "tenant"})
         found = {
-            i: _needs(i, tenant, memory.arena)
+            i: _needs(i, tenant)
             for i in ran
             if (tenant := memory.tenants[i]) is not None
             and tenant.movable
             and tenant.arena.memory == name
-            and (not tenant.lasts or self.are_ours(tenant))
         }
-        mine = [[i, *([g.nbytes, g.offset] for g in needs)] for i, needs in found.items()]
+        mine = [[i, *(g.nbytes for g in needs)] for i, needs in found.items()]
         said = all_gather_json(
             "tenants", dict.fromkeys(groups, mine), groups, self._options.timeout
         )
-        if any(x != mine for of in said.values() for x in of):
-            return []
-        passing = {i: needs for i, needs in found.items() if not needs[0].persistent}
-        candidates = [found] if passing == found else [found, passing]
-        return [tenants for tenants in candidates if tenants]
+        return {} if any(x != mine for of in said.values() for x in of) else found
 
     @property
     def _ranks_of_meshes(self) -> list[set[int]]:
         return [{*mesh.mesh.flatten().tolist()} for mesh in self.meshes]
-
-    def are_ours(self, tenant: Tenant) -> bool:
-        """Whether a tenant's ranks are this model's: then it comes and goes on all of them."""
-        met = [r for s in tenant.arena.segments.values() for r in s.rendezvous.values()]
-        ranks = [{*dist.get_process_group_ranks(r.group.process_group)} for r in met]
-        return all(of == mesh for of in ranks for mesh in self._ranks_of_meshes)
 
     def _taken(self, made: StepPlan, first: Sequence[Call]) -> int:
         """Bytes of a plan, and those that the program has besides where nobody set a limit.
@@ -406,30 +388,14 @@ class Planning:
         return self._agree(), self._choose([recording]).choices
 
 
-def _lies(tenant: Tenant, arena: Arena | None, there: Mapping[str, Placement]) -> bool:
-    """Whether a tenant's segments are those parts of an arena's already."""
-    found = tenant.arena.segments
-    return arena is not None and all(
-        found[name].host is arena.segments[place.segment] and found[name].begin == place.offset
-        for name, place in there.items()
-    )
-
-
-def _needs(number: int, tenant: Tenant, arena: Arena | None) -> tuple[Buffer, ...]:
-    """What a tenant has of each of its segments.
-
-    A tenant that lasts keeps its offset in the arena, because it may use its bytes for longer
-    than the plan that gave them.
-    """
-    hosts = [] if arena is None or not tenant.lasts else [*arena.segments.values()]
+def _needs(number: int, tenant: Tenant) -> tuple[Buffer, ...]:
+    """What a tenant has of each of its segments."""
     return tuple(
         Buffer(
             f"tenant{number}.{name}",
             s.nbytes,
             s.spec.groups[0],
             align=max(tenant.align, _ALIGN),
-            offset=s.begin if s.host in hosts else None,
-            persistent=tenant.lasts,
             op=tenant.arena.user,
             where="suballocation",
         )

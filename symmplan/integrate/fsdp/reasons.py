@@ -13,5 +13,3 @@ WIDER = "its gradients were wider than when it was recorded"
 PUT_OFF = "it was to be gathered ahead of its time, for which the plan has no room"
 SAME_PLAN = "a new plan would have been no other than the last"
 NO_ROOM = "outside of training passes a plan has room for one module more"
-#: What is planned for, too, and is no collective.
-TENANT = "a compiled graph or a session has come"

@@ -104,8 +104,6 @@ class Runtime:
         tenants = self.memory.tenants
         if tenant not in tenants:  # who comes late is planned for when all ranks come to it
             tenants.append(tenant)
-            if tenant.lasts and self.planning.are_ours(tenant):
-                self._lacking.note(reasons.TENANT, tenants.index(tenant))
         log.tenant(tenants.index(tenant))
 
     # Handing out buffers.

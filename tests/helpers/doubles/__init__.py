@@ -114,7 +114,7 @@ def on_devices(rank, world, program, *args, **options):
 
 
 #: What a process knows of its device, and of its groups there.
-_OF_DEVICES = ("cache", "pool", "windows", "kept", "cuda_memory", "beyond", "topologies", "engines")
+_OF_DEVICES = ("cache", "windows", "kept", "cuda_memory", "beyond", "topologies", "engines")
 _OF_DEVICES += ("engines_made", "device_counterparts", "measured", "side_streams", "devices")
 _OF_DEVICES += ("beyond_before",)
 

@@ -303,8 +303,7 @@ def test_bytes_may_come_back_in_any_thread():
     assert len(came_back) == 1
 
 
-@pytest.mark.parametrize("lasts", [False, True])
-def test_a_tenant_that_lasts_shares_its_bytes_with_nobody(lasts):
+def test_a_tenant_shares_its_bytes_with_what_is_dead_while_it_runs():
     from types import SimpleNamespace
 
     from symmplan.integrate.fsdp.planning import _needs
@@ -312,7 +311,7 @@ def test_a_tenant_that_lasts_shares_its_bytes_with_nobody(lasts):
     spec = SimpleNamespace(groups=("g",))
     segments = {"s0": SimpleNamespace(nbytes=4096, spec=spec, host=None)}
     arena = SimpleNamespace(segments=segments, user="somebody")
-    needs = _needs(3, SimpleNamespace(arena=arena, align=1024, lasts=lasts), None)
+    needs = _needs(3, SimpleNamespace(arena=arena, align=1024))
     recording = Recording()
     for _ in range(2):
         recording.tenant(3)
@@ -326,8 +325,7 @@ def test_a_tenant_that_lasts_shares_its_bytes_with_nobody(lasts):
     plan.verify()
     theirs = [p for name, p in plan.placements.items() if name != mine.name]
     place = plan.placements[mine.name]
-    apart = all(p.end <= place.offset or place.end <= p.offset for p in theirs)
-    assert apart is lasts
+    assert not all(p.end <= place.offset or place.end <= p.offset for p in theirs)
 
 
 def test_pushes_meet_first_where_nothing_else_makes_a_slot_free():
