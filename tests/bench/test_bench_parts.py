@@ -77,7 +77,8 @@ def test_documented_commands_are_understood(line):
 
 def test_sides_take_turns_and_warm_up_untimed(monkeypatch):
     monkeypatch.setattr(timing.time, "perf_counter", iter(range(100)).__next__)
-    log, judged = [], []
+    log, judged, told = [], [], []
+    monkeypatch.setattr(timing, "mark", told.append)
     sides = {name: lambda turn, name=name: log.append((name, turn)) or name * turn for name in "ab"}
     seconds = timing.alternate(
         sides,
@@ -92,6 +93,7 @@ def test_sides_take_turns_and_warm_up_untimed(monkeypatch):
     assert runs == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
     assert seconds == {"a": [1, 1], "b": [1, 1]}
     assert judged == [{"a": "", "b": ""}, {"a": "a", "b": "b"}, {"a": "aa", "b": "bb"}]
+    assert told == ["measured on this rank: a 1000.0 ms, b 1000.0 ms"]
 
 
 def test_a_round_takes_as_long_as_its_slowest_rank_and_all_must_agree():

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from symmplan.bench.parts.fsdp_tables import counted_in
-from symmplan.bench.parts.timing import in_turns
+from symmplan.bench.parts.timing import in_turns, tell
 from symmplan.testing.ranks import mark
 
 if TYPE_CHECKING:
@@ -182,6 +182,7 @@ def _run(sides: Mapping[str, Side], tokens: int, options: Mapping[str, Any]) -> 
             step, steps = turn - _SETTLE + 1, options["steps"]
             part = (options["tokens"].index(tokens) + step / steps) / len(options["tokens"])
             mark(f"{tokens} {what}, {step}/{steps}", part)
+    tell({name: side.times["step"] for name, side in sides.items()})
     found: dict[str, dict[str, Any]] = {}
     for name, side in sides.items():
         found[name] = {"times": side.times, "losses": side.losses, "collectives": side.collectives}

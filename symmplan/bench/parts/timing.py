@@ -13,7 +13,17 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["alternate", "device_of", "in_turns", "marked", "median_ms", "meet", "slowest", "timed"]
+__all__ = [
+    "alternate",
+    "device_of",
+    "in_turns",
+    "marked",
+    "median_ms",
+    "meet",
+    "slowest",
+    "tell",
+    "timed",
+]
 
 
 def device_of(settings: Mapping[str, Any], rank: int) -> torch.device:
@@ -106,7 +116,14 @@ def alternate(
             if turn >= warm_up:
                 seconds[name].append(taken)
         judge(results)
+    tell(seconds)
     return seconds
+
+
+def tell(seconds: Mapping[str, Sequence[float]]) -> None:
+    """Let the command say this rank's medians now: a later time-out does not lose them."""
+    medians = (f"{side} {ms} ms" for side, ms in median_ms(seconds).items())
+    mark(f"measured on this rank: {', '.join(medians)}")
 
 
 def slowest(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
