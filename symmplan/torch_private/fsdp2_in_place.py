@@ -140,6 +140,11 @@ def shard_of(parameter: Any) -> torch.Tensor:
     return shard
 
 
+def flat_shards(group: Any) -> list[torch.Tensor]:
+    """`shard_of` all parameters of a group, in one call: it is asked for in each gather."""
+    return [parameter._sharded_param_data for parameter in group.fsdp_params]
+
+
 def has_own_gather(parameter: Any) -> bool:
     """Whether a parameter's tensor says by itself how it is gathered."""
     return hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")

@@ -1,4 +1,4 @@
-"""The address of a storage, for all tensors on it: those of the program, of hooks, of autograd.
+"""The addresses of storages, for all tensors on them: of the program, of hooks, of autograd.
 
 [Note: storages without bytes]
     FSDP2 frees the storage of a resharded parameter, so that who reads it gets an error. The bytes
@@ -22,50 +22,60 @@ from symmplan.torch_private import dispatch
 from symmplan.torch_private.table.ops import ADDRESSES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-__all__ = ["Address", "can_be_taken"]
+__all__ = ["Addresses", "can_be_taken"]
 
 #: How much of torch's object of a storage is looked at, in bytes; no torch has a smaller one.
 _LOOKED_AT = 80
 
 
-class Address:
-    """The address of a storage that is never resized.
+class Addresses:
+    """The addresses of storages in the same bytes, of which none is ever resized.
 
     Args:
-        tensor: One on the storage.
+        tensors: One on each storage.
+        offsets: Where each storage begins in these bytes, in bytes.
         reason: Why there is no address while it is taken; builds of torch for devices say it.
         places: Where torch's object has it; see `_found`.
     """
 
     def __init__(
-        self, tensor: torch.Tensor, reason: str, places: tuple[int, int] | None = None
+        self,
+        tensors: Sequence[torch.Tensor],
+        offsets: Sequence[int],
+        reason: str,
+        places: tuple[int, int] | None = None,
     ) -> None:
         address, marks = places or _found()
-        self._owner = tensor.untyped_storage()
-        storage = self._owner._cdata
-        self._address = ctypes.c_size_t.from_address(storage + address)
-        self._any = ctypes.c_bool.from_address(storage + marks)
-        self._reads = ctypes.c_bool.from_address(storage + marks + 2)
+        self._owners = [tensor.untyped_storage() for tensor in tensors]
         explain: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
-        if explain is not None:
-            explain(storage, reason)
+        self._words, self._marks = [], []
+        for owner, offset in zip(self._owners, offsets, strict=True):
+            storage = owner._cdata
+            self._words.append((ctypes.c_size_t.from_address(storage + address), offset))
+            self._marks.append(ctypes.c_bool.from_address(storage + marks))  # any
+            self._marks.append(ctypes.c_bool.from_address(storage + marks + 2))  # reads
+            if explain is not None:
+                explain(storage, reason)
         self.forbid(reads=False)
 
     def take(self) -> None:
-        """Reads and writes of tensors on the storage are errors from now on."""
+        """Reads and writes of tensors on the storages are errors from now on."""
         self.forbid(reads=True)
-        self._address.value = 0
+        for word, _ in self._words:
+            word.value = 0
 
-    def give(self, address: int) -> None:
-        """The storage's bytes are those at ``address`` from now on."""
-        self._address.value = address
+    def give(self, begin: int) -> None:
+        """The bytes are those at the address ``begin`` from now on."""
+        for word, offset in self._words:
+            word.value = begin + offset
         self.forbid(reads=False)
 
     def forbid(self, *, reads: bool) -> None:
-        """Whether reads and writes of tensors on the storage are errors."""
-        self._any.value = self._reads.value = reads
+        """Whether reads and writes of tensors on the storages are errors."""
+        for mark in self._marks:
+            mark.value = reads
 
 
 def can_be_taken() -> bool:
@@ -95,12 +105,12 @@ def _found() -> tuple[int, int]:
 def _are_right(places: tuple[int, int]) -> bool:
     tensor, other = torch.arange(7, device="cpu"), torch.arange(7, 14, device="cpu")
     begin = tensor.data_ptr()
-    address = Address(tensor, "", places)
-    address.forbid(reads=True)
+    addresses = Addresses([tensor], [0], "", places)
+    addresses.forbid(reads=True)
     forbidden = _raises(tensor.data_ptr) and _raises(tensor.sum)
-    address.give(other.data_ptr())
+    addresses.give(other.data_ptr())
     moved = forbidden and torch.equal(tensor, other)
-    address.give(begin)
+    addresses.give(begin)
     return moved
 
 

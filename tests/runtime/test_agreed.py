@@ -93,9 +93,10 @@ AGREED = {
     """,
     "FSDP2's own state, which its calls alone change": """
         _group.is_unsharded Asked asked.shards fsdp2_in_place.group_of
-        fsdp2_in_place.result_of fsdp2_in_place.shard_of fsdp2_in_place.state_name Gathered
-        group.fsdp_params group.is_sharded group.is_unsharded group.unshard_in_backward
-        PlannedReduceScatter._group ZeroCopyUnshard._group
+        fsdp2_in_place.flat_shards fsdp2_in_place.result_of fsdp2_in_place.shard_of
+        fsdp2_in_place.state_name Gathered group.fsdp_params group.is_sharded
+        group.is_unsharded group.unshard_in_backward PlannedReduceScatter._group
+        ZeroCopyUnshard._group
     """,
     "where the program runs": """
         _device.is_accelerator device_of executor.serves Memory._device Pushes._stream

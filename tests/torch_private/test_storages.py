@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from symmplan.torch_private import storages
-from symmplan.torch_private.storages import Address
+from symmplan.torch_private.storages import Addresses
 
 READS = {
     "sum": lambda t, m: t.sum(),
@@ -28,7 +28,7 @@ READS = {
 def test_without_an_address_each_access_is_an_error(read):
     tensor = torch.arange(12.0)
     matrix, home = tensor.view(3, 4), tensor.data_ptr()
-    address = Address(tensor, "it was resharded")
+    address = Addresses([tensor], [0], "it was resharded")
     read(tensor.clone(), matrix.clone())
     address.take()
     with pytest.raises(RuntimeError, match=r"that is invalid|it was resharded"):
@@ -40,7 +40,7 @@ def test_without_an_address_each_access_is_an_error(read):
 def test_what_autograd_has_saved_goes_with_the_storage():
     weight, other = torch.full((3, 4), 2.0), torch.full((3, 4), 5.0)
     home = weight.data_ptr()
-    address = Address(weight, "")
+    address = Addresses([weight], [0], "")
     x = torch.ones(2, 4, requires_grad=True)
     y = (x @ weight.detach().requires_grad_().t()).sum()
     address.take()
@@ -55,9 +55,24 @@ def test_what_autograd_has_saved_goes_with_the_storage():
     assert torch.equal(x.grad, torch.full((2, 4), 6.0))
 
 
+def test_each_storage_has_its_place_in_the_bytes():
+    bytes_, first, second = torch.arange(6.0), torch.zeros(2), torch.zeros(3)
+    homes = first.data_ptr(), second.data_ptr()
+    addresses = Addresses([first, second], [16, 4], "")
+    addresses.give(bytes_.data_ptr())
+    assert (first.tolist(), second.tolist()) == ([4.0, 5.0], [1.0, 2.0, 3.0])
+    addresses.take()
+    for tensor in (first, second):
+        with pytest.raises(RuntimeError):
+            tensor.sum()
+    for tensor, home in zip((first, second), homes, strict=True):
+        Addresses([tensor], [0], "").give(home)
+    assert (first.tolist(), second.tolist()) == ([0.0] * 2, [0.0] * 3)
+
+
 def test_shapes_and_views_need_no_address():
     tensor = torch.arange(12.0)
-    home, address = tensor.data_ptr(), Address(tensor, "")
+    home, address = tensor.data_ptr(), Addresses([tensor], [0], "")
     address.take()
     assert tensor.view(3, 4).t().shape == (4, 3)
     assert tensor.untyped_storage().nbytes() == 48

@@ -117,8 +117,8 @@ def shards_of(group: Any, layout: Layout, site: str) -> list[torch.Tensor]:
     Raises:
         RunError: A shard, or what a parameter makes of it, has not the sizes and types of before.
     """
-    if not layout.own:  # asked for in each gather
-        shards = [fsdp2_in_place.shard_of(parameter) for parameter in group.fsdp_params]
+    if not layout.own:
+        shards = fsdp2_in_place.flat_shards(group)
         for parameter, shard, dtype in zip(group.fsdp_params, shards, layout.dtypes, strict=True):
             if shard.dtype != dtype and parameter.param_dtype is None:
                 raise RunError(

@@ -31,7 +31,7 @@ from symmplan.memory.leased import lease_out
 from symmplan.memory.ops import all_gather_parts_
 from symmplan.memory.streams import off_default_stream, synchronize
 from symmplan.torch_private import autograd, c10d, dispatch, fsdp2_in_place
-from symmplan.torch_private.storages import Address
+from symmplan.torch_private.storages import Addresses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -105,10 +105,10 @@ class ParameterStorage:
         # Those of a type, in one kernel each, and their numbers.
         self._casts = [([self._parts[i] for i in at], at) for at in by_dtype.values()]
         reason = f"FSDP module {site!r} was resharded: its parameters cannot be read"
-        self._addresses = [Address(storage, reason) for storage in self._storages]
-        self.take_addresses()
+        self._addresses = Addresses(self._storages, layout.offsets, reason)
+        self._addresses.take()
         # Who keeps a view of parameters longer than their bytes.
-        weakref.finalize(self, _take, self._addresses).atexit = False
+        weakref.finalize(self, self._addresses.take).atexit = False
         self._alone = self._in_use()  # how often if there are no views
         # FSDP2's own tensors, without bytes: to go back there takes no memory that it would not.
         self._own: list[fsdp2_in_place.Emptied | None] = []
@@ -156,15 +156,14 @@ class ParameterStorage:
 
         See [Note: resharded parameters cannot be read].
         """
-        begin = (self.bytes if self._copy is None else self._copy).data_ptr()
-        for address, offset in zip(self._addresses, self._layout.offsets, strict=True):
-            address.give(begin + offset)
+        self._addresses.give((self.bytes if self._copy is None else self._copy).data_ptr())
         self._has_addresses = True
 
     def take_addresses(self) -> None:
         """Let each access to the parameters and to all views of them be an error."""
-        _take(self._addresses)
-        self._has_addresses = False
+        if self._has_addresses:
+            self._addresses.take()
+            self._has_addresses = False
         self._copy = None
 
     def copy_aside(self) -> None:
@@ -275,11 +274,6 @@ class ParameterStorage:
         """The parts of each parameter."""
         ends = itertools.accumulate(self._layout.parts)
         return [parts[end - n : end] for end, n in zip(ends, self._layout.parts, strict=True)]
-
-
-def _take(addresses: Sequence[Address]) -> None:
-    for address in addresses:
-        address.take()
 
 
 def _copied(bytes_: torch.Tensor) -> torch.Tensor:
