@@ -49,7 +49,8 @@ def barriers_of(
     meetings = _Meetings(problem, order, items.groups, {n.path for n in (*inside, *around)})
     meetings.meet(inside, around)
     for op in meetings.meet_around(around):
-        for group in dict.fromkeys(group for group, _ in meetings.added[op]):
+        # It may have gone with one before.
+        for group in dict.fromkeys(group for group, _ in meetings.added.get(op, ())):
             meetings.drop_behind(op, group, inside, around)
     return tuple(
         Barrier(

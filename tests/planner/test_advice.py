@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attrs import evolve
 from hypothesis import given, settings
 from strategies import problems
 
@@ -62,6 +63,20 @@ def test_what_all_advice_saves_is_planned_and_no_sum():
     found = kinds(made)["total"]
     assert found.saves == 3072
     assert found.problem.buffers[1:] == (Buffer("p", 2048), Buffer("q", 2048))
+
+
+def test_a_barrier_between_runs_may_go_with_the_one_before_it():
+    """Each of two operations got one; the later one's went when the earlier one was looked at."""
+    buffers = [Buffer(f"b{i}", 1, g, signal_pad=True) for i, g in enumerate("gghghg")]
+    buffers = [b if b.name == "b4" else evolve(b, persistent=True) for b in buffers]
+    ops = [Operation("o0", group="h", synchronizes=True), *(Operation(f"o{i}") for i in (1, 2))]
+    accesses = [Access("o0", f"b{i}", remote=i == 3) for i in (0, 2, 3, 5)]
+    accesses += [Access("o1", f"b{i}", remote=i == 4) for i in (2, 3, 4)]
+    accesses += [Access("o2", f"b{i}", write=i > 1, remote=i < 3) for i in (1, 2, 3)]
+    made = plan(Problem(buffers, ops, accesses, shared_groups=[("g", "h")]))
+    for a in made.advice():
+        if a.saves:
+            plan(a.problem).verify()
 
 
 @settings(max_examples=60, deadline=None)
