@@ -8,9 +8,9 @@
     back once, before segments are obtained.
 
     How much tensors will need is known of a step that was recorded, see
-    `symmplan.capture.fsdp_memory`. Elsewhere it is taken to be what they had at most. The allocator
-    cannot use all of its bytes, because they are in fragments. So where the device is nearly full
-    it keeps one part in `_FRAGMENTS` more than tensors will need.
+    `symmplan.capture.fsdp_memory`. Elsewhere it is taken to be what they had at most. Where tensors
+    come and go, the allocator loses bytes to fragments. So where the device is nearly full it keeps
+    one part in `_FRAGMENTS` more than what will come and go; what is there between steps stays.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["LEFT", "Room", "Usage", "agreed_room", "free_bytes", "room_on"]
 _MARGIN = 10
 #: And at least so many bytes of a device: communicators and kernels take some when they come.
 LEFT = 256 << 20
-#: What torch's allocator loses to fragments: one part in so many of what tensors need.
+#: What torch's allocator loses to fragments: one part in so many of what comes and goes.
 _FRAGMENTS = 16
 
 
@@ -113,7 +113,8 @@ def room_on(there: DeviceMemory, usage: Usage | None, *, below: bool) -> Room:
         below: Whether torch's allocator and the plan may not have more than the program had.
     """
     need = there.most_allocated if usage is None else usage.need
-    free = there.free + there.reserved - max(need + need // _FRAGMENTS, there.allocated)
+    fragments = max(0, need - there.allocated) // _FRAGMENTS
+    free = there.free + there.reserved - max(need, there.allocated) - fragments
     nbytes = free - max(free // _MARGIN, LEFT)
     at_once = there.free - max(there.free // _MARGIN, LEFT)
     if usage is not None and below:

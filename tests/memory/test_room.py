@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import budget_programs
 import pytest
+from attrs import evolve
 from hypothesis import example, given
 from hypothesis import strategies as st
 from ranks import pool_of
@@ -44,8 +45,9 @@ def test_a_plan_takes_what_the_program_had_and_no_more(device, below):
     assert found.nbytes >= 0
     if found.nbytes:
         # With all that tensors will need, everything is there, and the driver keeps something.
-        need = usage.need + usage.need // 16  # the allocator loses some to fragments
-        left = there.free + there.reserved - max(need, there.allocated) - found.nbytes
+        moving = max(0, usage.need - there.allocated)
+        need = there.allocated + moving + moving // 16  # the allocator loses some to fragments
+        left = there.free + there.reserved - need - found.nbytes
         assert left >= 256 * MiB
         if below:
             assert usage.need + found.nbytes <= usage.most
@@ -60,11 +62,28 @@ def test_a_plan_takes_what_the_program_had_and_no_more(device, below):
 
 def test_what_the_plan_replaces_is_room_where_the_driver_has_none():
     there = DeviceMemory(300 * MiB, 1000 * MiB, 1000 * MiB, 200 * MiB, 864 * MiB)
-    assert room_on(there, None, below=True).nbytes == (300 + 136 - 54 - 256) * MiB
+    lost = (864 - 200) * MiB // 16
+    assert room_on(there, None, below=True).nbytes == (300 + 136 - 256) * MiB - lost
     found = room_on(there, Usage(512 * MiB, 1000 * MiB), below=True)
     assert found.nbytes == 488 * MiB  # beside 512 that stay, as much as there was
     assert found.at_once == 0
     assert room_on(there, Usage(512 * MiB, 1000 * MiB), below=False).nbytes == 500 * MiB
+
+
+@given(devices(), st.integers(0, 1 << 37), st.booleans())
+def test_what_is_there_between_steps_takes_nothing_for_fragments(device, stays, below):
+    there, usage = device
+    more = evolve(
+        there,
+        reserved=there.reserved + stays,
+        most_reserved=there.most_reserved + stays,
+        allocated=there.allocated + stays,
+        most_allocated=there.most_allocated + stays,
+    )
+    beside = Usage(usage.need + stays, usage.most + stays)
+    if usage.need >= there.allocated:
+        assert room_on(more, beside, below=below) == room_on(there, usage, below=below)
+    assert room_on(more, None, below=below) == room_on(there, None, below=below)
 
 
 # What a recorded step needs besides.
