@@ -190,14 +190,18 @@ def measure(
 
 
 def _bytes_for(memory: str, device: torch.device, groups: Mapping[str, Any], timeout: float) -> int:
-    """Bytes that measuring may take; equal on all ranks. Collective: yes, over those groups."""
+    """Bytes that measuring may take; equal on all ranks.
+
+    What comes next takes bytes of the driver, beside which torch's allocator keeps none for later.
+
+    Collective: yes, over those groups.
+    """
     there = device_memory(device)
     if there is None:
         free = free_bytes(memory)
     else:
         free = there.free + there.reserved - there.allocated - LEFT
-        if there.free - LEFT < BEYOND:
-            empty_cache(device)
+        empty_cache(device)
     return least("room to measure", (min(BEYOND, free),), groups, timeout)[0]
 
 

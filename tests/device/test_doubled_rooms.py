@@ -16,6 +16,7 @@ from ranks import pool_of
 
 import symmplan
 from symmplan.process import PROCESS
+from symmplan.runtime.choice import NO_ROOM
 
 two = pool_of(2, timeout=120)
 
@@ -47,6 +48,26 @@ def _in_room(rank, world, choose, free, window=WINDOW, **options):
     run = functools.partial(_trained, **options)
     with mock.patch("doubles.network.WINDOW", window):
         return on_devices(rank, world, run, choose, total=HAD + BYTES + free)
+
+
+def _full(rank, world):
+    """A plan leaves alone what is free."""
+    return on_devices(rank, world, _trained, "measure", total=BYTES + 128 * MiB, had=0)
+
+
+def _measured(rank, world):
+    """Bytes that the allocator has cached when a measurement makes communicators."""
+    from symmplan.runtime import trials
+
+    cached, made = [], trials.engines_of
+
+    def engines_of(*args):
+        cached.append(state().device.cached)
+        return made(*args)
+
+    with mock.patch.object(trials, "engines_of", engines_of):
+        _trained(rank, world, "measure")
+    return cached
 
 
 def _with_modules(rank, world, window):
@@ -129,3 +150,22 @@ def test_measured_pushes_keep_to_any_capacity(two):
     assert first == second
     assert all(nbytes <= capacity for (nbytes, _), capacity in zip(first, capacities, strict=True))
     assert any("shared push" in after for _, after in first)
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+def test_where_nothing_can_be_placed_nothing_is_measured(two):
+    """Communicators and windows would take bytes that the program needs."""
+    for stats, ran, taken, _ in two.run(_full):
+        assert (stats.served, stats.plain) == (0, 2 * 3 * 3)
+        assert [reason for reason, _ in stats.reasons] == [NO_ROOM]
+        assert ran == set()
+        assert taken == {"communicators": BYTES}
+        assert stats.bytes_beyond_segments == 0
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+def test_a_measurement_takes_nothing_beside_what_the_allocator_has_cached(two):
+    """Else communicators and windows come on top of the most that the program has."""
+    assert two.run(on_devices, _measured) == [[0], [0]]

@@ -23,6 +23,7 @@ from symmplan.integrate.fsdp.step_plans import StepPlan, StepProblem
 from symmplan.memory.topology import served
 from symmplan.model import Algorithm, Buffer
 from symmplan.planner.budget import within
+from symmplan.runtime.choice import NO_ROOM
 from symmplan.runtime.chooser import Chosen, choose_algorithms
 from symmplan.runtime.tenants import timed
 from symmplan.torch_private import c10d
@@ -222,6 +223,10 @@ class Planning:
                 left_out[call] = why
             else:
                 cases[call] = evolve(alone, concurrent=other, often=often)
+        # Measuring takes bytes of a device that stay taken: communicators and kernels.
+        if measures and self._options.capacity is None and not memory.room(below=self.live is None):
+            left_out |= dict.fromkeys(cases, NO_ROOM)
+            cases = {}
         given = (cases, left_out, device, preparation)
         chosen = choose_algorithms(*given, planned=memory.groups)
         self.choices = tuple(dict.fromkeys((*self.choices, *chosen.choices)))
