@@ -192,14 +192,9 @@ class Process:
     detectors: list[Any] = field(factory=list)
     #: ``{(rank, number of ranks): vector clock}``: written and read by `RaceDetector`.
     clocks: dict[tuple[int, int], Any] = field(factory=dict)
-    #: ``{Listener: the kind of device of which it wants to hear}``: written by `listen` and
-    #: `leave`, read by the kernels that hear.
-    listeners: WeakKeyDictionary[Any, str] = field(factory=WeakKeyDictionary)
     #: Ops that run over groups and are not declared, of which the log has told: written and read by
     #: `tell_undeclared`.
     undeclared: set[Any] = field(factory=set)
-    #: The library of those kernels: written and read by `listen`. A child's dispatcher has them.
-    listening: Any = field(default=None, metadata=_INHERITED)
     #: How a rank of `symmplan.testing` speaks to who started it: written when it begins, read by
     #: `mark`.
     parent: Any = None

@@ -75,7 +75,6 @@ STAY = {
     "ranks",
     "world",
     "watching",
-    "listening",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from attrs import define, evolve, field, frozen
 
@@ -85,8 +85,6 @@ class Recording:
         events: ``(what, index in collectives)`` with ``"begin"``, ``"run"``, ``"drop"``, or
             ``"release"``: the module is done with the parameters that this all-gather gathered;
             and ``("tenant", number)``: a tenant runs, see `symmplan.runtime.tenants`.
-        heard: Of collectives that are not FSDP2's how many of its had run before, and what they
-            are; see `symmplan.runtime.listening`.
         after_forward: The all-gathers whose modules FSDP2 released because forward was done.
         carried: Those that ran before the stretch, and whose modules were not released since.
         outside: The all-gathers of no training pass: in an evaluation, or by hand.
@@ -98,14 +96,12 @@ class Recording:
 
     collectives: list[Call] = field(factory=list)
     events: list[tuple[str, int]] = field(factory=list)
-    heard: list[tuple[int, Any]] = field(factory=list)
     after_forward: set[int] = field(factory=set)
     carried: set[int] = field(factory=set)
     outside: set[int] = field(factory=set)
     unplaced: frozenset[int] = frozenset()
     moments: list[Look] = field(factory=list)
     filled: dict[int, int] = field(factory=dict)
-    _launched: int = 0
 
     def begin(self, key: Key, nbytes: int, *, outside: bool = False) -> int:
         """FSDP2 asks for a buffer of ``nbytes`` bytes; returns its index."""
@@ -120,15 +116,10 @@ class Recording:
         """The collective of buffer ``index`` runs over ``group``."""
         self.collectives[index] = evolve(self.collectives[index], group=group)
         self.events.append(("run", index))
-        self._launched += 1
 
     def send(self, index: int, dtype: str) -> None:
         """The gradients of reduce-scatter ``index`` are there, and travel as ``dtype``."""
         self.collectives[index] = evolve(self.collectives[index], sent=dtype)
-
-    def hear(self, other: Any) -> None:
-        """Somebody else's collective is called. May be called from any thread."""
-        self.heard.append((self._launched, other))
 
     def drop(self, index: int) -> None:
         """Note that buffer ``index`` was dropped. May be called from any thread."""

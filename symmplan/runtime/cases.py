@@ -40,9 +40,6 @@ class Case:
         copied_out: Whether its results must be copied out of them.
         alone: Whether nothing computes at the same time.
         beside: Floating-point operations of the matrix products beside it; None if not known.
-        concurrent: Another group's collective that runs at the same time; see [Note: concurrent
-            collectives] in `symmplan.runtime.concurrent`.
-        often: How often that one runs for each of this case.
         engine: Whether copy engines can run its own op.
     """
 
@@ -57,8 +54,6 @@ class Case:
     copied_out: bool = False
     alone: bool = True
     beside: int | None = field(default=0, eq=False)
-    concurrent: Case | None = None
-    often: float = field(default=1.0, eq=False)
     engine: bool = field(default=False, eq=False)
 
     @property
@@ -67,13 +62,7 @@ class Case:
         return [
             *(self.op, self.memory, self.dtype, list(self.numels)),
             *(self.copied_in, self.copied_out, self.alone),
-            *([] if self.concurrent is None else [self.concurrent.key]),
         ]
-
-    @property
-    def by_itself(self) -> Self:
-        """This case without its concurrent collectives."""
-        return evolve(self, concurrent=None)
 
     @property
     def itemsize(self) -> int:

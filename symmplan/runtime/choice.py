@@ -63,8 +63,6 @@ class Choice:
         copied_out: Whether its results must be copied out of them.
         beside: Floating-point operations of the matrix products that overlap with it, as the next
             power of two; 0 if there are none or if they are not known.
-        concurrent: The collective of another group that ran during the measurement, and its
-            algorithm; empty if there is none. The seconds last until both have ended.
         ruled: Why a rule decided its algorithm; empty if it was measured.
     """
 
@@ -78,7 +76,6 @@ class Choice:
     copied_in: bool = False
     copied_out: bool = False
     beside: int = 0
-    concurrent: str = ""
     ruled: str = ""
 
     @property
@@ -98,7 +95,6 @@ class Choice:
             return SPLIT_WORDS
         copies = [w for w, b in (("in", self.copied_in), ("out", self.copied_out)) if b]
         under = f", copied {' and '.join(copies)}" if copies else ""
-        under += f", beside {self.concurrent}" if self.concurrent else ""
         what = "a pipeline" if "pipelined" in self.seconds else "symmetric memory"
         return (
             f"{what} was not clearly faster: {min(others) * 1e6:.0f} us{under}, "

@@ -1,10 +1,8 @@
 """The algorithm of each collective of a program: ruled, or measured in it, the same on all ranks.
 
 Before a program is planned, each of its collectives is timed by every algorithm: at its size, with
-its copies, and beside as many matrix products as the program has between its start and its wait. If
-a collective of another group may run meanwhile, it is timed beside that, too; see [Note: concurrent
-collectives] in `symmplan.runtime.concurrent`. A collective without a clear gain stays out of the
-plan, with the times as the reason.
+its copies, and beside as many matrix products as the program has between its start and its wait. A
+collective without a clear gain stays out of the plan, with the times as the reason.
 
 A case is measured once in a process, see [Note: who measures] in `symmplan.runtime.trials`.
 """
@@ -151,7 +149,7 @@ def choose_algorithms(
     if choose == "symmetric" or not cases:
         algorithms = {call: _nearest("symmetric", case) for call, case in cases.items()}
         return Chosen({**fixed, **algorithms}, **known)
-    named = resolve_groups(dict.fromkeys(case.group for case in _with_concurrent(cases.values())))
+    named = resolve_groups(dict.fromkeys(case.group for case in cases.values()))
     groups = {name: group.process_group for name, group in named.items()}
     if any(group is None for group in groups.values()):
         return Chosen(fixed)  # without torch.distributed there is no other way
@@ -197,19 +195,12 @@ def _nearest(algorithm: str, case: Case) -> Algorithm:
     return Algorithm("ordinary", SPLIT_WORDS) if found is None else Algorithm(found)
 
 
-def _with_concurrent(cases: Iterable[Case]) -> list[Case]:
-    """Cases, each followed by its concurrent collectives."""
-    return [c for case in cases for c in (case, case.concurrent) if c is not None]
-
-
 def _unmeasured(
     cases: Iterable[Case], groups: Mapping[str, Any]
 ) -> tuple[list[Case], dict[Case, Case]]:
     """The cases to be timed, and all kinds of the program, each with most products beside it."""
     most: dict[Case, Case] = {}
-    cases = list(cases)
-    # What has concurrent collectives is first measured without.
-    for case in (*(c.by_itself for c in cases), *cases):
+    for case in cases:
         have = most.setdefault(case, case)
         if (case.beside or 0) > (have.beside or 0):
             most[case] = case
@@ -237,7 +228,7 @@ def _learn(
     if program:
         engines = (c for c in program if _algorithm_of(c, groups) == "copy engine")
         gone = [c for c in engines if not asked(groups[c.group])]
-        ask = {c.group: groups[c.group] for c in (*_with_concurrent(new), *gone)}
+        ask = {c.group: groups[c.group] for c in (*new, *gone)}
     else:
         ask = {} if all(map(asked, groups.values())) else dict(groups)
     # What may be placed: the plan is agreed over these.
@@ -255,7 +246,7 @@ def _learn(
             timeout = preparation.options.timeout
             given = functools.partial(measure, memory=memory, device=device, timeout=timeout)
             with counting("trials", device):
-                if ask and thread.submit(given, new, program, ask).result():
+                if ask and thread.submit(given, new, ask).result():
                     if new:  # what they were measured on is not the program's
                         thread.submit(empty_cache, device).result()
                 elif ask:

@@ -10,9 +10,6 @@
     other products run, for longer than the host needs to queue the measured work, so that the host
     is ahead of the device. On the CPU the products run between the collective's start and its end.
 
-    A concurrent collective runs as often as the collective that is timed, on a third stream. On the
-    CPU it runs between that collective's start and end, and the products run within it.
-
 [Note: a rank that fails meanwhile]
     If a peer does not join a collective of a process group on the CPU, only the group's own timeout
     ends it, which is half an hour by default. So on the CPU the collectives run in a separate
@@ -28,7 +25,6 @@ is the median.
 from __future__ import annotations
 
 import contextlib
-import functools
 import queue
 import statistics
 import threading
@@ -153,22 +149,16 @@ class Clock:
         times: int,
         products: int,
         group: Any,  # noqa: ARG002
-        concurrent: Act | None = None,
     ) -> float:
-        """Seconds until ``act``, so often, the concurrent collectives and the products are done.
+        """Seconds until ``act``, so often, and the products are done.
 
-        Collective: yes, over ``group`` and the groups of what is concurrent; ``times`` must be the
-        same on all ranks.
+        Collective: yes, over ``group``; ``times`` must be the same on all ranks.
         """
-        beside = _nothing if concurrent is None else functools.partial(concurrent, _nothing)
-
-        def multiply() -> None:
-            self._multiply(products)
 
         def both() -> None:
-            act(multiply if concurrent is None else functools.partial(concurrent, multiply))
+            act(lambda: self._multiply(products))
             for _ in range(times - 1):
-                act(beside)
+                act(_nothing)
 
         return self._timed(both)
 
@@ -215,7 +205,7 @@ class _DeviceClock(Clock):
         super().__init__(device, timeout)
         self._there = device_of(device)
         self._products = self._there.current_stream()
-        self._side, self._other = self._there.new_stream(), self._there.new_stream()
+        self._side = self._there.new_stream()
         self._token = torch.zeros(1, device=device)
         #: Seconds that the host took to queue what was timed: of each algorithm, at least.
         self._queueing: deque[float] = deque(maxlen=8)
@@ -230,22 +220,14 @@ class _DeviceClock(Clock):
         times: int,
         products: int,
         group: Any,
-        concurrent: Act | None = None,
     ) -> float:
-        sides = (
-            {self._side: act} if concurrent is None else {self._side: act, self._other: concurrent}
-        )
-
         def both() -> None:
-            for stream in sides:
-                stream.wait_stream(self._products)
-            for _ in range(times):  # in one order on all ranks, as NCCL wants it
-                for stream, run in sides.items():
-                    with self._there.on_stream(stream):
-                        run(_nothing)
+            self._side.wait_stream(self._products)
+            with self._there.on_stream(self._side):
+                for _ in range(times):
+                    act(_nothing)
             self._multiply(products)
-            for stream in sides:
-                self._products.wait_stream(stream)
+            self._products.wait_stream(self._side)
 
         # While these run the host queues what is timed. Ranks may need more or fewer.
         ahead = _AHEAD * max(self._queueing) / max(self._one, 1e-9)
@@ -300,7 +282,6 @@ def seconds_of(
     *,
     beside: float | None,
     enough: int,
-    concurrent: Act | None = None,
 ) -> dict[str, float]:
     """Seconds of one collective by each algorithm, on this rank.
 
@@ -313,10 +294,8 @@ def seconds_of(
             that is not known.
         enough: A collective of fewer bytes is repeated until the sum reaches this, but not too
             often.
-        concurrent: The collectives that run at the same time; the seconds last until these have
-            ended, too.
 
-    Collective: yes, over ``group`` and the groups of what is concurrent.
+    Collective: yes, over ``group``.
     """
     times = min(clock.often, -(-enough // max(1, nbytes)))  # not by time: equal on all ranks
     products = 0
@@ -332,7 +311,7 @@ def seconds_of(
     runs: dict[str, list[float]] = {algorithm: [] for algorithm in acts}
     for repetition in range(_WARM_UP + _REPETITIONS):
         for algorithm, act in acts.items():
-            seconds = clock.span(act, times, products, group, concurrent)
+            seconds = clock.span(act, times, products, group)
             if repetition >= _WARM_UP:
                 runs[algorithm].append(seconds)
     return {algorithm: statistics.median(seconds) / times for algorithm, seconds in runs.items()}

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 from symmplan.capture.bounds import bound as bound_of
 from symmplan.capture.graphs import overload_of
@@ -14,7 +14,6 @@ from symmplan.registry import bind_arguments
 from symmplan.registry.catalogue import collective_of
 from symmplan.runtime.algorithms import overload_named
 from symmplan.runtime.cases import Case, aligned, cut
-from symmplan.runtime.concurrent import concurrent_with
 from symmplan.runtime.work import flops_beside
 from symmplan.torch_private import c10d
 
@@ -147,7 +146,7 @@ def cases_of(
     ranks: Mapping[str, int],
     levels: Collection[str] = (),
 ) -> dict[fx.Node, OpCase]:
-    """The kind of each collective of a program, with what is concurrent with it there.
+    """The kind of each collective of a program.
 
     Args:
         captured: The program.
@@ -157,13 +156,7 @@ def cases_of(
         levels: The groups that are served in two levels.
     """
     flops = flops_beside(list(rows))
-    cases = {n: _case(captured, n, row, memory, ranks, levels, flops[n]) for n, row in rows.items()}
-    groups = {n: case.group for n, case in cases.items()}
-    found = concurrent_with(captured, groups, {n: (c, c.nbytes) for n, c in cases.items()})
-    return {
-        n: evolve(case, concurrent=cases[found[n][0]], often=found[n][1]) if n in found else case
-        for n, case in cases.items()
-    }
+    return {n: _case(captured, n, row, memory, ranks, levels, flops[n]) for n, row in rows.items()}
 
 
 def _case(
@@ -217,19 +210,4 @@ def _others(bound: Mapping[str, Any], *left_out: str) -> tuple[tuple[str, Any], 
             for k, v in bound.items()
             if k not in (*left_out, "out", *_SPLITS)
         )
-    )
-
-
-def ordinary(
-    op: Any, group: str, ranks: int, dtype: torch.dtype, numel: int, bound: Mapping[str, Any]
-) -> OpCase:
-    """A functional collective that runs in torch's own way, with its arguments by name."""
-    return OpCase(
-        op=f"{op._schema.name}.{op._overloadname}",
-        memory="",
-        group=group,
-        ranks=ranks,
-        dtype=str(dtype).removeprefix("torch."),
-        numels=(numel,),
-        others=_others(bound, "input", "group_name"),
     )

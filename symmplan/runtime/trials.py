@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
-from symmplan.coordination.all_gather import all_agree, all_gather_json, leaders, least
+from symmplan.coordination.all_gather import all_gather_json, leaders, least
 from symmplan.coordination.own import own_work
 from symmplan.device import device_of, kind_of
 from symmplan.errors import AgreementError
@@ -42,7 +42,7 @@ from symmplan.runtime.clock import clock_bytes, clock_of, seconds_of
 from symmplan.runtime.engines import engines_of, register
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     from symmplan.memory import Arena
     from symmplan.runtime.cases import Case
@@ -56,8 +56,6 @@ _LEAST = 1 << 20
 #: Collectives of fewer bytes are repeated until they come to as many: what passes once, at the
 #: begin and the end of what is timed, must not decide.
 _ENOUGH = 512 << 20
-#: No collective runs more often than this beside another.
-_OFTEN = 16
 
 
 def forget() -> None:
@@ -73,7 +71,6 @@ def choices_of(group: Any) -> dict[Hashable, Choice]:
 @own_work
 def measure(
     cases: Sequence[Case],
-    program: Iterable[Case],
     groups: Mapping[str, Any],
     *,
     memory: str,
@@ -86,7 +83,6 @@ def measure(
 
     Args:
         cases: What is timed. Without any, ranks only meet the groups' copy engines.
-        program: All kinds of collectives of the program.
         groups: ``{name: process group}`` of all that run, in the order of first use.
         memory: Name of the memory backend.
         device: Where the tensors lie.
@@ -105,24 +101,14 @@ def measure(
     leader = leaders(groups)
     together: dict[str, list[Case]] = {name: [] for name in dict.fromkeys(leader.values())}
     for case in cases:
-        if case.concurrent is None:
-            together[leader[case.group]].append(case)
+        together[leader[case.group]].append(case)
     keys = {name: [case.key for case in of] for name, of in together.items()}
     # Before anybody starts a collective that others do not join.
     for name, said in all_gather_json("cases", keys, groups, timeout).items():
         _same(keys[name], said, name, groups[name])
     met = {name: groups[name] for name in together}
     trials = _Trials(cases, device, _bytes_for(memory, device, met, timeout))
-    beside = [case for case in cases if case.concurrent is not None]
-    number = {name: i for i, name in enumerate(groups)}
-    # Who is timed beside whom; the same on ranks that may do so together.
-    pairs = [
-        [number[case.group], number[case.concurrent.group], trials.often(case), case.key]
-        for case in beside
-        if case.concurrent is not None
-    ]
-    alike = all_agree("concurrent", pairs, met, timeout)
-    # What only runs beside others, in torch's own way, needs no symmetric bytes.
+    # What only runs in torch's own way needs no symmetric bytes.
     unserved = {*trials.groups} - {*trials.served}
     served = {name: group for name, group in groups.items() if name not in unserved}
     # Communicators take bytes of a device, so only who may use them gets them.
@@ -148,16 +134,15 @@ def measure(
             "measuring", dict.fromkeys(keys, 0), groups, timeout
         )  # nobody has failed so far
 
-        def timed(case: Case, concurrent: Act | None = None) -> dict[str, float]:
-            part, scale = trials.parts[case.by_itself], trials.scale(case.by_itself)
+        def timed(case: Case) -> dict[str, float]:
+            part, scale = trials.parts[case], trials.scale(case)
             found = seconds_of(
                 clock,
-                acts[case.by_itself],
+                acts[case],
                 groups[case.group],
                 max(part.sizes()),
                 beside=None if case.beside is None else case.beside / scale,
                 enough=_ENOUGH,
-                concurrent=concurrent,
             )
             return {algorithm: seconds * scale for algorithm, seconds in found.items()}
 
@@ -170,22 +155,6 @@ def measure(
                     choices_of(groups[case.group])[case] = chosen_by(
                         case.unmeasured, seconds, case, device
                     )
-            if alike:
-                for case in (*beside, *beside):
-                    assert case.concurrent is not None
-                    now = _now(case, case.concurrent, program, groups)
-                    others = acts[case.concurrent]
-                    algorithm = now.algorithm if now.algorithm in others else next(iter(others))
-                    seconds = timed(case, _often(others[algorithm], trials.often(case)))
-                    seconds = all_slowest({"": seconds}, met, timeout)[""]
-                    text = f"{now.op} with {now.nbytes:,} bytes, {algorithm}"
-                    choices_of(groups[case.group])[case] = chosen_by(
-                        evolve(case.unmeasured, concurrent=text), seconds, case, device
-                    )
-    if not alike:
-        for case in beside:
-            found = choices_of(groups[case.group])
-            found[case] = found[case.by_itself]
     return True
 
 
@@ -247,8 +216,7 @@ class _Trials:
         nbytes: That all of it may take.
 
     Attributes:
-        parts: ``{collective without concurrent collectives: what is timed of it}``, those that are
-            only concurrent with another included.
+        parts: ``{collective: what is timed of it}``.
         groups: Over which they run.
         served: Those that run anything in symmetric memory.
         problem: The symmetric bytes.
@@ -256,18 +224,15 @@ class _Trials:
     """
 
     def __init__(self, cases: Sequence[Case], device: torch.device, nbytes: int) -> None:
-        neighbours = dict.fromkeys(c.concurrent for c in cases if c.concurrent is not None)
-        kinds = list(dict.fromkeys((*(c.by_itself for c in cases), *neighbours)))
-        self.groups = list(dict.fromkeys(c.group for c in kinds))
-        self.served = list(dict.fromkeys(c.group for c in kinds if c.memory))
-        # Inputs and results: ordinary ones, for each group its own if several run at a time;
-        # symmetric ones of each group; and what torch's own way makes.
-        apart = len(self.groups) if neighbours else 1
-        tensors = 2 * apart + 2 * len(self.served) + min(apart, 2)
+        self.groups = list(dict.fromkeys(c.group for c in cases))
+        self.served = list(dict.fromkeys(c.group for c in cases if c.memory))
+        # Inputs and results: ordinary ones, symmetric ones of each group, and what torch's own way
+        # makes.
+        tensors = 2 + 2 * len(self.served) + 1
         largest = (nbytes - clock_bytes(device)) // tensors
         self.has_room = largest >= (_LEAST if kind_of(device).is_accelerator else 1)
         largest = max(largest, 0)
-        self.parts = {c: c.part(largest) for c in kinds}
+        self.parts = {c: c.part(largest) for c in cases}
         sizes = [part.sizes() for part in self.parts.values()]
         most = {w: max((s[i] for s in sizes), default=0) for i, w in enumerate(("in", "out"))}
         # Names of groups may differ between ranks.
@@ -279,62 +244,30 @@ class _Trials:
             operations=(Operation("all"),),
             accesses=tuple(Access("all", b.name, write=True) for b in buffers),
         )
-        self._most, self._apart, self._device = most, apart, device
-        self._plain: list[list[torch.Tensor]] = []
+        self._most, self._device = most, device
+        self._plain: list[torch.Tensor] = []
 
     def allocate(self) -> None:
         """Have the ordinary bytes."""
         device = self._device
         self._plain += [
-            [torch.ones(n, dtype=torch.uint8, device=device) for n in self._most.values()]
-            for _ in range(self._apart)
+            torch.ones(n, dtype=torch.uint8, device=device) for n in self._most.values()
         ]
         # A rank that has no room for what torch's own way makes must not find out among its peers.
-        results = [
-            torch.empty(self._most["out"], dtype=torch.uint8, device=device)
-            for _ in self._plain[:2]
-        ]
-        results.clear()
+        result = torch.empty(self._most["out"], dtype=torch.uint8, device=device)
+        del result
 
     def scale(self, case: Case) -> float:
         """How many times larger a collective is than what is timed of it."""
         return case.times(self.parts[case])
 
-    def often(self, case: Case) -> int:
-        """How often what is concurrent runs beside each collective that is timed."""
-        assert case.concurrent is not None
-        times = case.often * self.scale(case.concurrent) / self.scale(case.by_itself)
-        return min(_OFTEN, max(1, round(times)))
-
     def acts(
         self, case: Case, there: Mapping[str, torch.Tensor], engines: Mapping[str, Any]
     ) -> Mapping[str, Act]:
         """Functions that run a collective alone, in the symmetric bytes ``there``."""
-        plain = self._plain[self.groups.index(case.group) % len(self._plain)]
         number = self.served.index(case.group) if case.memory else -1
         places = [there[f"{w} {number}"] for w in ("in", "out")] if case.memory else []
-        return self.parts[case].acts(plain, places, engines.get(case.group))
-
-
-def _now(case: Case, other: Case, program: Iterable[Case], groups: Mapping[str, Any]) -> Choice:
-    """How what is concurrent runs by what is known, if possible beside this collective."""
-    if not other.memory:
-        return other.unmeasured
-    found = choices_of(groups[other.group])
-    theirs = [c for c in program if c.concurrent is not None and c.by_itself == other]
-    theirs.sort(key=lambda c: c.concurrent != case.by_itself)
-    return next((found[c] for c in theirs if c in found), None) or found[other]
-
-
-def _often(act: Act, times: int) -> Act:
-    """An act that runs ``act`` several times, one after the other."""
-
-    def run(beside: Callable[[], None]) -> None:
-        for _ in range(times - 1):
-            act(lambda: None)
-        act(beside)
-
-    return run
+        return self.parts[case].acts(self._plain, places, engines.get(case.group))
 
 
 def _slowest(mine: Mapping[str, float], said: Sequence[Any]) -> dict[str, float]:
@@ -373,9 +306,8 @@ def chosen_by(
     choice: Choice, seconds: Mapping[str, float], case: Case, device: torch.device
 ) -> Choice:
     """A choice by other seconds than it was made by, or by the first."""
-    # What has concurrent collectives was timed with all that it may hold up.
-    busy = case.beside != 0 and not choice.concurrent
-    algorithm = fastest(seconds, kernels=kind_of(device).is_accelerator, beside=busy)
+    kernels = kind_of(device).is_accelerator
+    algorithm = fastest(seconds, kernels=kernels, beside=case.beside != 0)
     return evolve(choice, seconds=seconds, algorithm=algorithm)
 
 

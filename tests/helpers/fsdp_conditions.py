@@ -56,9 +56,7 @@ def forced_kind(kind, rank):
     measure, seconds_of = chooser.measure, trials.seconds_of
 
     def forced(wanted, *args, **kwargs):
-        beside = [case for case in wanted if case.concurrent is not None]
-        alone = [case for case in wanted if case.concurrent is None]
-        ops = iter([case.op for case in (*alone, *beside, *beside)])
+        ops = iter([case.op for case in wanted])
 
         def timed(*args, **kwargs):
             algorithms, chosen = seconds_of(*args, **kwargs), next(ops) == kind

@@ -263,6 +263,5 @@ def choice_lines(choices: Iterable[Mapping[str, Any]]) -> list[str]:
     return [
         f"{c['op'].rpartition('::')[2]} of {c['nbytes']:,} bytes: {c['algorithm']}, of "
         + ", ".join(f"{algorithm} {s * 1e6:.0f} us" for algorithm, s in c["seconds"].items())
-        + (f", beside {c['concurrent']}" if c["concurrent"] else "")
         for c in choices
     ]

@@ -20,7 +20,6 @@ from symmplan.capture.c10d import NAMES, reader_of
 from symmplan.coordination.own import in_own_work
 from symmplan.registry import all_specs
 from symmplan.runtime.algorithms import overload_named
-from symmplan.runtime.listening import silence
 from symmplan.runtime.watching import watched
 from symmplan.torch_private import dispatch
 
@@ -74,7 +73,6 @@ class Cursor:
 def install(cursor: Cursor, own_groups: OwnGroups, stack: ExitStack) -> None:
     """Kernels for all declared ops, until ``stack`` is closed. See [Note: nobody else pays]."""
     libraries: dict[str, torch.library.Library] = {}
-    silence()
     stack.callback(cursor.forget)
 
     def add(op: Any, kernel: Callable[..., Any]) -> None:

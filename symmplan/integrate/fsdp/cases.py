@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,19 +19,18 @@ from symmplan.planner.budget import Demotable, together
 from symmplan.runtime.cases import Case, cut
 from symmplan.runtime.choice import MEETING
 from symmplan.runtime.clock import at_once
-from symmplan.runtime.concurrent import concurrent_heard
 from symmplan.torch_private import fsdp2, nccl
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from symmplan.capture.fsdp import Planned
-    from symmplan.capture.fsdp_recording import Call, Recording
+    from symmplan.capture.fsdp_recording import Call
     from symmplan.model import AlgorithmName
     from symmplan.runtime.chooser import Chosen
     from symmplan.runtime.clock import Act
 
-__all__ = ["CallCase", "case_of", "concurrent_in", "demotables_of", "why_not_measured"]
+__all__ = ["CallCase", "case_of", "demotables_of", "why_not_measured"]
 
 #: Smaller collectives than this, in bytes, gain nothing on devices.
 _SMALL = 1 << 20
@@ -173,18 +171,6 @@ def why_not_measured(case: Case, device: torch.device) -> str:
     if kind_of(device).is_accelerator and case.nbytes < _SMALL:
         return f"less than {_SMALL} bytes gain nothing in symmetric memory"
     return ""
-
-
-def concurrent_in(
-    recording: Recording, case: Callable[[Call], Case], beside: Collection[str]
-) -> dict[Case, tuple[Case, float]]:
-    """What was heard of some other groups beside each kind of collective."""
-    ran = [recording.collectives[i] for what, i in recording.events if what == "run"]
-    calls = [(call.key.kind, case(call)) for call in ran if call.group]
-    before = [0, *itertools.accumulate(bool(call.group) for call in ran)]  # some were withdrawn
-    others = [(before[at], c, c.nbytes) for at, c in recording.heard if c.group in beside]
-    found: Any = concurrent_heard(calls, others)
-    return dict(found)
 
 
 def demotables_of(planned: Iterable[Planned], chosen: Chosen[Call]) -> list[Demotable]:

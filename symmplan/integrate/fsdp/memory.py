@@ -127,23 +127,21 @@ class Memory:
         assert self._device is not None
         return self._device
 
-    def expect(self, device: torch.device) -> bool:
-        """A buffer must lie on ``device``; whether it is the first.
+    def expect(self, device: torch.device) -> None:
+        """A buffer must lie on ``device``.
 
         Raises:
             CaptureError: Others lie elsewhere.
         """
         if self._device is None:
             self._device = device
-            return True
-        if self._device != device:
+        elif self._device != device:
             raise CaptureError(
                 "FSDP modules of one model are on different devices",
                 expected=self._device,
                 got=device,
                 fix="call symmplan.fsdp.apply for the modules of each device",
             )
-        return False
 
     # Bytes.
 

@@ -15,7 +15,7 @@ from symmplan.capture.fsdp_unsharded import kept_after_forward
 from symmplan.coordination.all_gather import all_agree, all_gather_json, telling
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
-from symmplan.integrate.fsdp.cases import case_of, concurrent_in, demotables_of, why_not_measured
+from symmplan.integrate.fsdp.cases import case_of, demotables_of, why_not_measured
 from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
 from symmplan.integrate.fsdp.schedule import Schedule
@@ -26,7 +26,6 @@ from symmplan.planner.budget import within
 from symmplan.runtime.choice import NO_ROOM
 from symmplan.runtime.chooser import Chosen, choose_algorithms
 from symmplan.runtime.tenants import timed
-from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,8 +63,6 @@ class Planning:
         live: The same.
         plan: The last plan, None before the first.
         choices: What was measured of all plans, in the order of the program.
-        beside: ``{name: process group}`` of the others whose collectives were heard, and whose
-            ranks all make the last plan.
         unshards: The parameter groups whose parameters may live in placements.
         layouts: ``{site: layout}`` of those whose parameters can.
         flat: ``{site: why}`` of those whose parameters cannot.
@@ -77,7 +74,6 @@ class Planning:
         self.live = live
         self.plan: Plan | None = None
         self.choices: tuple[Choice, ...] = ()
-        self.beside: Mapping[str, Any] = {}
         self.unshards: list[ZeroCopyUnshard] = []
         self.layouts: dict[str, Layout] = {}
         self.flat: dict[str, str] = {}
@@ -100,9 +96,8 @@ class Planning:
         Collective: yes, over all groups of the model.
         """
         recordings = with_widest([*self._kept, recording])
-        self.beside = self._beside(recordings)
         with (
-            telling({**self._memory.groups, **self.beside}, self._options.timeout),
+            telling(self._memory.groups, self._options.timeout),
             # What is made here outlives the program's mode.
             torch.inference_mode(mode=False),
         ):
@@ -112,24 +107,6 @@ class Planning:
                 self._vacate()
                 raise
 
-    def _beside(self, recordings: Sequence[Recording]) -> dict[str, Any]:
-        """The other groups whose collectives were heard, and whose ranks all make this plan."""
-        found: dict[str, Any] = {}
-        names = dict.fromkeys(case.group for r in recordings for _, case in r.heard)
-        if not names:
-            return found
-        for name in names:
-            try:
-                group = c10d.group_by_name(name)
-            except LookupError:  # it was destroyed since
-                continue
-            ranks = {*dist.get_process_group_ranks(group)}
-            if name not in self._memory.groups and any(
-                ranks <= mesh for mesh in self._ranks_of_meshes
-            ):
-                found[name] = group
-        return found
-
     def _make(self, recordings: Sequence[Recording]) -> Schedule | None:
         memory, groups = self._memory, self._memory.groups
         preparation = memory.preparation
@@ -138,16 +115,15 @@ class Planning:
         memory.had(recordings[-1], {site: x.nbytes for site, x in self.layouts.items()})
         chosen = self._choose(recordings)
         recordings = merged(recordings, groups, self._options.timeout)
-        everybody = {**groups, **self.beside}
         problem, last = self._problem(recordings, chosen), self._last
         if last is not None:
-            problem, same = preparation.attempt(lambda: problem.compared(last), everybody)
+            problem, same = preparation.attempt(lambda: problem.compared(last), groups)
             self.left = bool(problem.recordings[-1].unplaced)
             if all_agree("same plan", same, groups, self._options.timeout):
                 return None
         self._vacate()
         prepare = functools.partial(self._prepared, problem, chosen)
-        made = preparation.attempt(prepare, everybody, lambda made: memory.undo(made.held))
+        made = preparation.attempt(prepare, groups, lambda made: memory.undo(made.held))
         plan, calls = made.plan, [p for stretch in made.stretches for p in stretch]
         memory.adopt(made.held)
         for number, needs in made.tenants.items():
@@ -196,7 +172,7 @@ class Planning:
     def _choose(self, recordings: Sequence[Recording]) -> Chosen[Call]:
         """How the collectives that were recorded run.
 
-        Collective: yes, over all groups of the model and what was heard, where anything is new.
+        Collective: yes, over all groups of the model, where anything is new.
         """
         memory, device = self._memory, self._memory.device
         preparation = memory.preparation
@@ -208,21 +184,17 @@ class Planning:
             ranks, levels = memory.groups[call.group].size(), call.group in memory.levels
             return case_of(call, preparation.memory, device, ranks, levels=levels)
 
-        concurrent: dict[Case, tuple[Case, float]] = {}
-        for recording in recordings:
-            concurrent = {**concurrent_in(recording, case, self.beside), **concurrent}
         cases: dict[Call, Case] = {}
         left_out: dict[Call, str] = {}
         for call in (r.collectives[i] for r in recordings for i in r.ran):
             alone = case(call)
-            other, often = concurrent.get(alone, (None, 1.0))
             why = memory.unreached.get(call.group, "")
             if measures and not why:
                 why = why_not_measured(alone, device)
             if why:
                 left_out[call] = why
             else:
-                cases[call] = evolve(alone, concurrent=other, often=often)
+                cases[call] = alone
         # Measuring takes bytes of a device that stay taken: communicators and kernels.
         if measures and self._options.capacity is None and not memory.room(below=self.live is None):
             left_out |= dict.fromkeys(cases, NO_ROOM)

@@ -26,7 +26,6 @@ from symmplan.integrate.fsdp.recorder import StepRecorder
 from symmplan.integrate.fsdp.slots import Slot
 from symmplan.process import PROCESS
 from symmplan.runtime.executor import Executor
-from symmplan.runtime.listening import leave, listen
 from symmplan.runtime.observe import checking, launching
 from symmplan.runtime.tenants import forget
 from symmplan.torch_private import c10d, fsdp2
@@ -158,8 +157,7 @@ class Runtime:
 
         Collective: at the end of the first step yes, else no.
         """
-        if self.memory.expect(device) and self.options.chosen(device) == "measure":
-            listen(self._recorder.log, device)
+        self.memory.expect(device)
         self.memory.recording = self._recorder.log
         self.memory.look()
         self.memory.meet()
@@ -427,7 +425,6 @@ class Runtime:
                 got="none",
                 fix="run a step first; groups of one rank have nothing to plan",
             )
-        leave(log)
         for unshard in self.planning.unshards:
             if not unshard.has_bytes:  # FSDP2 has forgotten what it did not wait for
                 self._recorder.released(unshard.site)
@@ -439,7 +436,6 @@ class Runtime:
     def release(self) -> None:
         """Give the segments back. Collective: no."""
         PROCESS.watchers.discard(self)
-        leave(self._recorder.log)
         for unshard in self.planning.unshards:
             unshard.remove()
         self.planning.unshards.clear()
