@@ -288,6 +288,7 @@ def _swept(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]
     rooms: list[dict[str, Any]] = []
     for room in (None, *settings["room"]):
         sides: dict[str, dict[str, Any]] = {}
+        found: dict[str, list[dict[str, Any]]] = {}
         for side in ("plain", "symmplan"):
             given = {**_given(settings, side), "left": room}
             try:
@@ -295,16 +296,18 @@ def _swept(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]
             except RanksFailedError as error:  # as where that is too little
                 sides[side] = {"error": str(error).splitlines()[0]}
                 continue
-            row, _ = _side([rank["runs"][0]["sides"][side] for rank in ranks], args.device)
-            sides[side] = {
-                "step_ms": row["step_ms"],
-                "retries": max(rank["retries"] for rank in ranks),
-            }
+            found[side] = [rank["runs"][0]["sides"][side] for rank in ranks]
             most = _most(ranks, side)
+            sides[side] = {"retries": max(rank["retries"] for rank in ranks)}
             sides[side] |= {key: most.get(key, 0) for key in ("device", "peak_device")}
+        _compare_losses(found)
+        for side, of in found.items():
+            row, _ = _side(of, args.device)
+            sides[side] |= {key: row[key] for key in ("step_ms", "difference")}
         rooms.append({"room": room, "sides": sides})
     runs = [each["sides"] for each in rooms]
     right = all("error" in of["plain"] or "error" not in of["symmplan"] for of in runs)
+    right = right and all(_right({"sides": of}, settings) for of in runs)
     return {"ok": right, "command": command.words_of(args), **settings, "rooms": rooms}
 
 

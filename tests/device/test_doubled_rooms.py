@@ -50,9 +50,9 @@ def _in_room(rank, world, choose, free, window=WINDOW, **options):
         return on_devices(rank, world, run, choose, total=HAD + BYTES + free)
 
 
-def _full(rank, world):
-    """A plan leaves alone what is free."""
-    return on_devices(rank, world, _trained, "measure", total=BYTES + 128 * MiB, had=0)
+def _full(rank, world, free, had=0):
+    """``free`` is what the driver has free beside the cache and the program's communicator."""
+    return on_devices(rank, world, _trained, "measure", total=had + BYTES + free, had=had)
 
 
 def _measured(rank, world):
@@ -154,14 +154,23 @@ def test_measured_pushes_keep_to_any_capacity(two):
 
 @pytest.mark.ranks
 @pytest.mark.all_cases
-def test_where_nothing_can_be_placed_nothing_is_measured(two):
+@pytest.mark.parametrize("free", [128 * MiB, 512 * MiB])
+def test_where_nothing_can_be_placed_nothing_is_measured(two, free):
     """Communicators and windows would take bytes that the program needs."""
-    for stats, ran, taken, _ in two.run(_full):
+    for stats, ran, taken, _ in two.run(_full, free):
         assert (stats.served, stats.plain) == (0, 2 * 3 * 3)
         assert [reason for reason, _ in stats.reasons] == [NO_ROOM]
         assert ran == set()
         assert taken == {"communicators": BYTES}
         assert stats.bytes_beyond_segments == 0
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+def test_where_there_is_room_for_all_of_it_it_is_measured(two):
+    for stats, _, taken, _ in two.run(_full, 128 * MiB, 768 * MiB):
+        assert taken["communicators"] > BYTES
+        assert NO_ROOM not in dict(stats.reasons)
 
 
 @pytest.mark.ranks

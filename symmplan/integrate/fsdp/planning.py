@@ -20,6 +20,8 @@ from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
 from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.integrate.fsdp.step_plans import StepPlan, StepProblem
+from symmplan.memory.device_memory import device_memory
+from symmplan.memory.room import LEFT
 from symmplan.memory.topology import served
 from symmplan.model import Algorithm, Buffer
 from symmplan.planner.budget import within
@@ -28,7 +30,7 @@ from symmplan.runtime.chooser import Chosen, choose_algorithms
 from symmplan.runtime.tenants import timed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -195,14 +197,26 @@ class Planning:
                 left_out[call] = why
             else:
                 cases[call] = alone
-        # Measuring takes bytes of a device that stay taken: communicators and kernels.
-        if measures and self._options.capacity is None and not memory.room(below=self.live is None):
+        if measures and cases and self._in_vain(cases.values()):
             left_out |= dict.fromkeys(cases, NO_ROOM)
             cases = {}
         given = (cases, left_out, device, preparation)
         chosen = choose_algorithms(*given, planned=memory.groups)
         self.choices = tuple(dict.fromkeys((*self.choices, *chosen.choices)))
         return chosen
+
+    def _in_vain(self, cases: Iterable[Case]) -> bool:
+        """Whether a device has no room for what measuring takes and for any of the placements.
+
+        Communicators and kernels stay; the bytes would miss in a program that fills its device.
+
+        Collective: yes, over all groups of the model.
+        """
+        memory = self._memory
+        if self._options.capacity is not None or device_memory(memory.device) is None:
+            return False
+        least = min(case.nbytes // case.ranks for case in cases)  # as a push's slots are
+        return memory.room(below=False) < LEFT + least
 
     def _algorithm(
         self, chosen: Chosen[Call], gave: Mapping[Any, AlgorithmName], call: Call
