@@ -63,7 +63,7 @@ AGREED = {
         .view _arenas.memory _arenas.segments _places.get _views.get algorithm.reason
         BACKENDS.collectives bisect_left c.carried c.received engines.get groups.rank
         layout.counts Layout.counts layout.offsets layout.parts Memory._arenas
-        Memory._pushes Memory.groups other other.begin other.end other.site
+        Memory._pushes Memory.groups other.begin other.end
         other.storage p ParameterStorage._one_sided ParameterStorage._outputs
         ParameterStorage._run ParameterStorage.begin ParameterStorage.end place.end
         place.offset place.segment PlannedAllGather._plain PlannedReduceScatter._plain
@@ -71,7 +71,7 @@ AGREED = {
         Runtime.memory Runtime.schedule Schedule._bounds Schedule.collectives
         scheduled.algorithm scheduled.call scheduled.place scheduled.received
         scheduled.zero_copy ScheduledCollective.place segment.begin segment.meeting
-        segment.peers segment.tensor slot.index slot.scheduled slot.take_shared storage
+        segment.peers segment.tensor slot.index slot.scheduled slot.take_shared
         unshard.site unshard.storage ZeroCopyUnshard.layout ZeroCopyUnshard.site
         ZeroCopyUnshard.storage
     """,

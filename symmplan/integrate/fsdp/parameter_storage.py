@@ -115,7 +115,7 @@ class ParameterStorage:
 
     def overlaps(self, other: ParameterStorage) -> bool:
         """Whether both have some of the same bytes."""
-        return self.users == other.users and self.begin < other.end and other.begin < self.end
+        return self.begin < other.end and other.begin < self.end and self.users == other.users
 
     def give_room(self) -> bool:
         """Let whoever can leave these bytes, on this rank; whether they are free then."""

@@ -138,7 +138,7 @@ class Pushes:
             "reduce_scatter_out",
             f"push {site} {travels}",
             in_offset=slot.offset,
-            nbytes=sum(g.numel() for g in kept) * travels.itemsize,
+            nbytes=sum([g.numel() for g in kept]) * travels.itemsize,
         )
 
         def push() -> None:
@@ -252,7 +252,8 @@ class Pushes:
         sum_parts(sent.rows, sent.own, gradients, total, factor, rounded, add=add)
 
     def _copy(self, gradients: Sequence[torch.Tensor], slot: Placement, dtype: torch.dtype) -> None:
-        shapes, cast = tuple(g.shape for g in gradients), any(g.dtype != dtype for g in gradients)
+        shapes = tuple([g.shape for g in gradients])
+        cast = {g.dtype for g in gradients} != {dtype}
         key = (slot, dtype, shapes, cast)
         sent = self._made.get(key)
         if sent is None:

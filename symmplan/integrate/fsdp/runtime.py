@@ -175,16 +175,15 @@ class Runtime:
             self._turn()
         self._arrived, self._outside = key, outside
 
-    def gathering(self, unshard: ZeroCopyUnshard, key: Key) -> None:
-        """A module's parameters are gathered where they live."""
+    def gathering(self, unshard: ZeroCopyUnshard, key: Key, others: list[str]) -> None:
+        """A module's parameters are gathered where they live; ``others`` as `crowding` says."""
         self._arrived = None
-        others = self.crowding(unshard)
         if others:
             self.reasons[reasons.CROWDED] += 1
         if unshard.asked is not None and self.planning.live is None:
             if not others:
                 self.reasons[reasons.PUT_OFF] += 1
-            others += unshard.asked.crowding
+            others = [*others, *unshard.asked.crowding]
         for site in others:
             self._lacking.note(reasons.CROWDED, unshard.site, site)
         self._unsharded[unshard.site] = unshard
@@ -221,9 +220,13 @@ class Runtime:
         """
         mine = unshard.storage
         assert mine is not None
-        with_bytes = [other for other in self._with_bytes() if other is not unshard]
-        others = [(other.site, other.storage) for other in with_bytes]
-        return [site for site, storage in others if storage is not None and storage.overlaps(mine)]
+        found = []
+        for other in self._unsharded.values():
+            storage = other.storage
+            there = other is not unshard and storage is not None and storage.overlaps(mine)
+            if there and other.has_bytes:
+                found.append(other.site)
+        return found
 
     def _with_bytes(self) -> list[ZeroCopyUnshard]:
         return [unshard for unshard in self._unsharded.values() if unshard.has_bytes]

@@ -132,7 +132,7 @@ class ZeroCopyUnshard:
         streams = self._streams(async_op=async_op)
         others = self._runtime.crowding(self)
         if not others:
-            self._start(key, self.storage, streams)
+            self._start(key, self.storage, streams, others)
         else:
             shards, copied = self._copied_shards(streams[0])
             waits = Asked(key=key, streams=streams, shards=shards, copied=copied, crowding=others)
@@ -147,9 +147,10 @@ class ZeroCopyUnshard:
         asked = self.asked
         if asked is None or self.storage is None:
             return True
-        if self._runtime.crowding(self):
+        others = self._runtime.crowding(self)
+        if others:
             return False
-        self._start(asked.key, self.storage, asked.streams)
+        self._start(asked.key, self.storage, asked.streams, others)
         return True
 
     def wait_for_unshard(self) -> None:
@@ -160,7 +161,8 @@ class ZeroCopyUnshard:
         group, storage = self._group, self.storage
         if storage is not None and self.asked is not None:
             key = self.key(backward=autograd.in_backward())
-            self._start(key, storage, self._streams(async_op=False))
+            others = self._runtime.crowding(self)
+            self._start(key, storage, self._streams(async_op=False), others)
         result = fsdp2_in_place.result_of(group)
         if storage is None or not (result is None or isinstance(result, Gathered)):
             with self._runtime.unsharding(self.site):
@@ -342,12 +344,14 @@ class ZeroCopyUnshard:
             shards = [shard.clone() for shard in self._shards()]
             return shards, None if stream is None else stream.record_event()
 
-    def _start(self, key: Key, storage: ParameterStorage, streams: tuple[Any, Any]) -> None:
-        """Gather into the placement, whoever is there."""
+    def _start(
+        self, key: Key, storage: ParameterStorage, streams: tuple[Any, Any], others: list[str]
+    ) -> None:
+        """Gather into the placement, whoever is there; ``others`` are, as the runtime says."""
         runtime, group = self._runtime, self._group
         storage.take_addresses()  # of a prefetch that FSDP2 has forgotten since
         free = storage.give_room()
-        runtime.gathering(self, key)
+        runtime.gathering(self, key, others)
         if free:
             self._lease = self._new_lease()
             event = self._fill(key, storage, streams, self._lease)

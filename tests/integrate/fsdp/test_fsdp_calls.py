@@ -1,0 +1,95 @@
+"""What a planned step costs the host: Python calls of the package, and all calls beside FSDP2's."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import sys
+
+import pytest
+import torch
+from fsdp_models import mesh as mesh_of
+from ranks import pool_of
+
+import symmplan
+
+pytestmark = pytest.mark.ranks
+
+two = pool_of(2)
+
+MODULES, WEIGHTS = 6, 7
+#: A gather in each direction, and a reduction.
+COLLECTIVES = 3 * MODULES
+#: Python calls of the package for each of them, and all calls by those of plain FSDP2. What a step
+#: does is counted, not how long it takes; a change that adds to it says so here.
+OWN, ALL = 145, 1.0
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        linear = (torch.nn.Linear(16, 16, bias=False) for _ in range(WEIGHTS))
+        self.weights = torch.nn.ModuleList(linear)
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = x + weight(x).tanh()
+        return x
+
+
+def _counted(step):
+    """Calls of the package, and all Python and C calls: of many steps the one that waited least."""
+    root = str(pathlib.Path(symmplan.__file__).parent)
+    least = None
+    for _ in range(12):
+        calls = collections.Counter()
+
+        def count(frame, event, _, calls=calls):
+            if event in ("call", "c_call"):
+                calls["all"] += 1
+            if event == "call" and frame.f_code.co_filename.startswith(root):
+                calls["own"] += 1
+
+        torch.distributed.barrier()
+        sys.setprofile(count)
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+        least = min(least or calls, calls, key=lambda c: c["all"])
+    return least
+
+
+def _calls(rank, world):
+    from torch.distributed.fsdp import fully_shard
+
+    found = {}
+    for side in ("plain", "planned"):
+        model = torch.nn.Sequential(*(Block() for _ in range(MODULES)))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh_of(world))
+        handle = symmplan.fsdp.apply(model, choose="push") if side == "planned" else None
+
+        def step(model=model):
+            model(torch.ones(4, 16)).sum().backward()
+            model.zero_grad()
+
+        for _ in range(3):
+            step()
+        found[side] = dict(_counted(step))
+        if handle is not None:
+            found["served"] = handle.stats.served, handle.stats.plain
+            handle.remove()
+    return found
+
+
+def test_a_planned_step_makes_few_calls(two):
+    for found in two.run(_calls):
+        served, plain = found["served"]
+        assert served % COLLECTIVES == plain == 0
+        assert "own" not in found["plain"]
+        own = found["planned"]["own"] / COLLECTIVES
+        share = found["planned"]["all"] / found["plain"]["all"]
+        print(f"{own:.0f} calls of the package for each collective, {share:.2f} of all")
+        assert own <= OWN
+        assert share <= ALL
