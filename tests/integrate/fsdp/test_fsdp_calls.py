@@ -22,7 +22,7 @@ MODULES, WEIGHTS = 6, 7
 COLLECTIVES = 3 * MODULES
 #: Python calls of the package for each of them, and all calls by those of plain FSDP2. What a step
 #: does is counted, not how long it takes; a change that adds to it says so here.
-OWN, ALL = 155, 1.05
+OWN, ALL = 130, 1.0
 
 
 class Block(torch.nn.Module):
@@ -38,17 +38,21 @@ class Block(torch.nn.Module):
 
 
 def _counted(step):
-    """Calls of the package, and all Python and C calls: of many steps the one that waited least."""
-    root = str(pathlib.Path(symmplan.__file__).parent)
+    """Calls of the package, and all Python and C calls: of many steps the one that waited least.
+
+    Where CPU ranks meet, a rank calls as often as it must wait, which devices do not.
+    """
+    root = pathlib.Path(symmplan.__file__).parent
+    waits, root = str(root / "memory" / "control.py"), str(root)
     least = None
     for _ in range(12):
         calls = collections.Counter()
 
         def count(frame, event, _, calls=calls):
-            if event in ("call", "c_call"):
+            file = frame.f_code.co_filename
+            if event in ("call", "c_call") and file != waits:
                 calls["all"] += 1
-            if event == "call" and frame.f_code.co_filename.startswith(root):
-                calls["own"] += 1
+                calls["own"] += event == "call" and file.startswith(root)
 
         torch.distributed.barrier()
         sys.setprofile(count)
@@ -87,7 +91,7 @@ def test_a_planned_step_makes_few_calls(two):
     for found in two.run(_calls):
         served, plain = found["served"]
         assert served % COLLECTIVES == plain == 0
-        assert "own" not in found["plain"]
+        assert found["plain"]["own"] == 0
         own = found["planned"]["own"] / COLLECTIVES
         share = found["planned"]["all"] / found["plain"]["all"]
         print(f"{own:.0f} calls of the package for each collective, {share:.2f} of all")
