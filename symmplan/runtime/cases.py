@@ -30,7 +30,7 @@ class Case:
 
     Attributes:
         op: As in `Choice`.
-        memory: Name of the memory backend; empty if it only ever runs in torch's own way.
+        memory: Name of the memory backend.
         group: Name of the process group.
         ranks: How many ranks the group has.
         dtype: Element type.

@@ -108,12 +108,9 @@ def measure(
         _same(keys[name], said, name, groups[name])
     met = {name: groups[name] for name in together}
     trials = _Trials(cases, device, _bytes_for(memory, device, met, timeout))
-    # What only runs in torch's own way needs no symmetric bytes.
-    unserved = {*trials.groups} - {*trials.served}
-    served = {name: group for name, group in groups.items() if name not in unserved}
     # Communicators take bytes of a device, so only who may use them gets them.
     useless = {*trials.groups} - {c.group for c in trials.parts if "copy engine" in c.algorithms}
-    able = {name: group for name, group in served.items() if name not in useless}
+    able = {name: group for name, group in groups.items() if name not in useless}
     if able:
         require_left(device)
     with counting("communicators", device):
@@ -127,7 +124,7 @@ def measure(
     def meet_engines(arena: Arena) -> None:
         register(arena, engines)
 
-    with borrowed(plan, served, **given, meet=meet_engines) as (_, there):
+    with borrowed(plan, groups, **given, meet=meet_engines) as (_, there):
         acts = {case: trials.acts(case, there, engines) for case in trials.parts}
         clock = clock_of(device, timeout)
         all_gather_json(
@@ -161,7 +158,7 @@ def measure(
 def _bytes_for(memory: str, device: torch.device, groups: Mapping[str, Any], timeout: float) -> int:
     """Bytes that measuring may take; equal on all ranks.
 
-    What comes next takes bytes of the driver, beside which torch's allocator keeps none for later.
+    Torch's allocator returns what it has cached: communicators and windows come on top of it.
 
     Collective: yes, over those groups.
     """
@@ -218,17 +215,15 @@ class _Trials:
     Attributes:
         parts: ``{collective: what is timed of it}``.
         groups: Over which they run.
-        served: Those that run anything in symmetric memory.
         problem: The symmetric bytes.
         has_room: Whether the parts are large enough that their times say anything.
     """
 
     def __init__(self, cases: Sequence[Case], device: torch.device, nbytes: int) -> None:
         self.groups = list(dict.fromkeys(c.group for c in cases))
-        self.served = list(dict.fromkeys(c.group for c in cases if c.memory))
         # Inputs and results: ordinary ones, symmetric ones of each group, and what torch's own way
         # makes.
-        tensors = 2 + 2 * len(self.served) + 1
+        tensors = 2 + 2 * len(self.groups) + 1
         largest = (nbytes - clock_bytes(device)) // tensors
         self.has_room = largest >= (_LEAST if kind_of(device).is_accelerator else 1)
         largest = max(largest, 0)
@@ -237,7 +232,7 @@ class _Trials:
         most = {w: max((s[i] for s in sizes), default=0) for i, w in enumerate(("in", "out"))}
         # Names of groups may differ between ranks.
         buffers = [
-            Buffer(f"{w} {i}", n, g) for i, g in enumerate(self.served) for w, n in most.items()
+            Buffer(f"{w} {i}", n, g) for i, g in enumerate(self.groups) for w, n in most.items()
         ]
         self.problem = Problem(
             buffers=tuple(buffers),
@@ -265,8 +260,8 @@ class _Trials:
         self, case: Case, there: Mapping[str, torch.Tensor], engines: Mapping[str, Any]
     ) -> Mapping[str, Act]:
         """Functions that run a collective alone, in the symmetric bytes ``there``."""
-        number = self.served.index(case.group) if case.memory else -1
-        places = [there[f"{w} {number}"] for w in ("in", "out")] if case.memory else []
+        number = self.groups.index(case.group)
+        places = [there[f"{w} {number}"] for w in ("in", "out")]
         return self.parts[case].acts(self._plain, places, engines.get(case.group))
 
 

@@ -6,6 +6,7 @@ Doubles of the device and of NCCL count bytes; see `doubles`.
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -68,6 +69,23 @@ def _measured(rank, world):
     with mock.patch.object(trials, "engines_of", engines_of):
         _trained(rank, world, "measure")
     return cached
+
+
+def _full_later(rank, world, choose):
+    """Whether measuring is in vain for a plan that is made anew on a device that is full now."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(3)))
+    for module in (*model, model):
+        fully_shard(module, mesh=dist.init_device_mesh("cpu", (world,)))
+    handle = symmplan.fsdp.apply(model, choose=choose, timeout=30.0)
+    for _ in range(3):
+        model(torch.full((4, 1024), float(rank))).square().mean().backward()
+    case = SimpleNamespace(nbytes=1 << 60, ranks=world)
+    found = handle.stats.placed > 0, handle._runtime.planning._in_vain([case])
+    handle.remove()
+    return found
 
 
 def _with_modules(rank, world, window):
@@ -178,3 +196,11 @@ def test_where_there_is_room_for_all_of_it_it_is_measured(two):
 def test_a_measurement_takes_nothing_beside_what_the_allocator_has_cached(two):
     """Else communicators and windows come on top of the most that the program has."""
     assert two.run(on_devices, _measured) == [[0], [0]]
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+def test_what_was_placed_is_measured_where_the_device_is_full_later(two):
+    """It takes nothing more, as its communicators and windows are there."""
+    assert two.run(on_devices, _full_later, "measure") == [(True, False)] * 2
+    assert two.run(on_devices, _full_later, "ordinary") == [(False, True)] * 2

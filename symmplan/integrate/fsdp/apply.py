@@ -311,11 +311,9 @@ def apply(
             got=", ".join(_others(model)) or "none",
             fix=_how_to_shard(model),
         )
-    meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
-    for mesh in meshes:
+    for mesh in {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}:
         options.check_device(torch.device(mesh.device_type))
     runtime = Runtime(options, len(found), unsharded_modules)
-    runtime.planning.meshes = list(meshes)
     plans, algorithm = functools.partial(_plans, runtime), functools.partial(_algorithm, runtime)
     runtime.executor = executor(plans, runtime.release, algorithm)
     for site, module, group, gather, scatter in found:

@@ -93,7 +93,6 @@ class Memory:
         if options.debug and current() is None:
             self._watching.enter_context(Watching(options.timeout))
         self._device: torch.device | None = None
-        self._counted = False  # whether the bytes of that device are known
         self._arenas: list[Arena] = []
         # Those in which somebody has kept buffers.
         self._older: list[Arena] = []
@@ -135,7 +134,7 @@ class Memory:
             CaptureError: Others lie elsewhere.
         """
         if self._device is None:
-            self._device, self._counted = device, device_memory(device) is not None
+            self._device = device
         elif self._device != device:
             raise CaptureError(
                 "FSDP modules of one model are on different devices",
@@ -246,7 +245,7 @@ class Memory:
         Collective: no.
         """
         recording = self.recording
-        if self._counted and self.usage is None and recording is not None:
+        if self.usage is None and recording is not None:
             there = device_memory(self.device)
             if there is not None:
                 most = most_lately(there, self._most, self)

@@ -32,8 +32,6 @@ from symmplan.runtime.tenants import timed
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from torch.distributed.device_mesh import DeviceMesh
-
     from symmplan.capture.fsdp import Planned
     from symmplan.capture.fsdp_recording import Call, Recording
     from symmplan.integrate.fsdp.cases import CallCase
@@ -69,7 +67,6 @@ class Planning:
         layouts: ``{site: layout}`` of those whose parameters can.
         flat: ``{site: why}`` of those whose parameters cannot.
         left: Whether the last recording has gathers that its plan has no room for.
-        meshes: The meshes on which parameters lie: the ranks of one run the same modules.
     """
 
     def __init__(self, options: Options, memory: Memory, live: int | None = None) -> None:
@@ -79,7 +76,6 @@ class Planning:
         self.unshards: list[ZeroCopyUnshard] = []
         self.layouts: dict[str, Layout] = {}
         self.flat: dict[str, str] = {}
-        self.meshes: Sequence[DeviceMesh] = ()
         self._options = options
         self._memory = memory
         self.left = False
@@ -189,14 +185,14 @@ class Planning:
         cases: dict[Call, Case] = {}
         left_out: dict[Call, str] = {}
         for call in (r.collectives[i] for r in recordings for i in r.ran):
-            alone = case(call)
+            known = case(call)
             why = memory.unreached.get(call.group, "")
             if measures and not why:
-                why = why_not_measured(alone, device)
+                why = why_not_measured(known, device)
             if why:
                 left_out[call] = why
             else:
-                cases[call] = alone
+                cases[call] = known
         if measures and cases and self._in_vain(cases.values()):
             left_out |= dict.fromkeys(cases, NO_ROOM)
             cases = {}
@@ -206,14 +202,16 @@ class Planning:
         return chosen
 
     def _in_vain(self, cases: Iterable[Case]) -> bool:
-        """Whether a device has no room for what measuring takes and for any of the placements.
+        """Whether a device has no room for what measuring takes and for any placement besides.
 
-        Communicators and kernels stay; the bytes would miss in a program that fills its device.
+        Communicators and loaded kernels keep their bytes, so a full device would lack them. A model
+        that has segments was measured already.
 
-        Collective: yes, over all groups of the model.
+        Collective: yes, over all groups of the model, if it has no segments.
         """
-        memory = self._memory
-        if self._options.capacity is not None or device_memory(memory.device) is None:
+        memory, given = self._memory, self._options.capacity is not None
+        placed = memory.arena is not None and memory.arena.segment_bytes > 0
+        if given or placed or device_memory(memory.device) is None:
             return False
         least = min(case.nbytes // case.ranks for case in cases)  # as a push's slots are
         return memory.room(below=False) < LEFT + least
@@ -292,10 +290,6 @@ class Planning:
             "tenants", dict.fromkeys(groups, mine), groups, self._options.timeout
         )
         return {} if any(x != mine for of in said.values() for x in of) else found
-
-    @property
-    def _ranks_of_meshes(self) -> list[set[int]]:
-        return [{*mesh.mesh.flatten().tolist()} for mesh in self.meshes]
 
     def _taken(self, made: StepPlan, first: Sequence[Call]) -> int:
         """Bytes of a plan, and those that the program has besides where nobody set a limit.

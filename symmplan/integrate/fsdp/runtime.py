@@ -31,7 +31,7 @@ from symmplan.runtime.tenants import forget
 from symmplan.torch_private import c10d, fsdp2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -175,7 +175,7 @@ class Runtime:
             self._turn()
         self._arrived, self._outside = key, outside
 
-    def gathering(self, unshard: ZeroCopyUnshard, key: Key, others: list[str]) -> None:
+    def gathering(self, unshard: ZeroCopyUnshard, key: Key, others: Sequence[str]) -> None:
         """A module's parameters are gathered where they live; ``others`` as `crowding` says."""
         self._arrived = None
         if others:

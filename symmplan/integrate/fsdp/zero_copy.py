@@ -44,7 +44,7 @@ from symmplan.runtime.observe import launching
 from symmplan.torch_private import autograd, c10d, fsdp2, fsdp2_in_place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from symmplan.capture.fsdp_recording import Key
     from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
@@ -132,7 +132,7 @@ class ZeroCopyUnshard:
         streams = self._streams(async_op=async_op)
         others = self._runtime.crowding(self)
         if not others:
-            self._start(key, self.storage, streams, others)
+            self._start(key, self.storage, streams)
         else:
             shards, copied = self._copied_shards(streams[0])
             waits = Asked(key=key, streams=streams, shards=shards, copied=copied, crowding=others)
@@ -147,10 +147,9 @@ class ZeroCopyUnshard:
         asked = self.asked
         if asked is None or self.storage is None:
             return True
-        others = self._runtime.crowding(self)
-        if others:
+        if self._runtime.crowding(self):
             return False
-        self._start(asked.key, self.storage, asked.streams, others)
+        self._start(asked.key, self.storage, asked.streams)
         return True
 
     def wait_for_unshard(self) -> None:
@@ -345,9 +344,13 @@ class ZeroCopyUnshard:
             return shards, None if stream is None else stream.record_event()
 
     def _start(
-        self, key: Key, storage: ParameterStorage, streams: tuple[Any, Any], others: list[str]
+        self,
+        key: Key,
+        storage: ParameterStorage,
+        streams: tuple[Any, Any],
+        others: Sequence[str] = (),
     ) -> None:
-        """Gather into the placement, whoever is there; ``others`` are, as the runtime says."""
+        """Gather into the placement; ``others`` are the modules that are to have bytes there."""
         runtime, group = self._runtime, self._group
         storage.take_addresses()  # of a prefetch that FSDP2 has forgotten since
         free = storage.give_room()

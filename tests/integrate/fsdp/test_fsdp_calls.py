@@ -22,7 +22,7 @@ MODULES, WEIGHTS = 6, 7
 COLLECTIVES = 3 * MODULES
 #: Python calls of the package for each of them, and all calls by those of plain FSDP2. What a step
 #: does is counted, not how long it takes; a change that adds to it says so here.
-OWN, ALL = 130, 1.0
+OWN, ALL = 140, 1.0
 
 
 class Block(torch.nn.Module):
