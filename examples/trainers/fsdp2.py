@@ -5,7 +5,7 @@
     alone    0.94 0.92 0.89 0.87 0.85 0.82
     symmplan 0.94 0.92 0.89 0.87 0.85 0.82
     resumed  0.87 0.85 0.82
-    plan ...: 14 buffers in 1 segment, 42 operations, ...
+    plan ...: 14 buffers in 1 segment, ...
 """
 
 import os

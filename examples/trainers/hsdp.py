@@ -4,7 +4,7 @@
 
     alone    0.79 0.54 0.21 0.08
     symmplan 0.79 0.54 0.21 0.08
-    plan ...: 18 buffers in 1 segment, 54 operations, ...
+    plan ...: 18 buffers in 1 segment, ...
 """
 
 import os
