@@ -208,6 +208,57 @@ def test_inductor_s_graphs_by_each_algorithm(pair, memory):
         _judge(pair.run(on_devices, _graph, memory, "inductor", choose), memory, choose)
 
 
+class _Weights(torch.nn.Module):
+    """Two sharded weights, which a graph gathers as they are."""
+
+    def __init__(self, rank):
+        super().__init__()
+        torch.manual_seed(rank)
+        self.ours = torch.nn.ParameterList(torch.randn(2, 4) for _ in range(2))
+
+    def forward(self, x, group):
+        for weight in self.ours:
+            x = (x @ F.wait_tensor(F.all_gather_into_tensor(weight, 2, group))).sin()
+        return x
+
+
+def _bound(rank, world, choose):
+    """A graph whose inputs live in a segment of their own, and another one afterwards."""
+    import torch.distributed as dist
+
+    torch._dynamo.reset()
+    group = dist.group.WORLD.group_name
+    model = _Weights(rank)
+    before = len(state().kernels)
+    wrong = 0
+    given = {"memory": "nccl", "choose": choose, "bind": True, "timeout": 30.0}
+    for _ in range(2):
+        backend = symmplan.backend(inner="eager", **given)
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        for step in range(4):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+            want = model(x, group)
+            wrong += not torch.equal(compiled(x, group), want)
+            with torch.no_grad():
+                for weight in model.ours:
+                    weight.add_(0.25)
+        kept = backend.stats.kept
+        backend.release()
+        torch._dynamo.reset()
+    return wrong, kept, *_ran()
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("choose", GATHERS["nccl"][:2])
+def test_bound_weights_are_gathered_where_they_lie(pair, choose):
+    first, second = pair.run(on_devices, _bound, choose)
+    assert first == second
+    wrong, kept, kinds, refused = first
+    assert (wrong, refused) == (0, [])
+    assert kept == 2
+    assert ("copies" in kinds) == (choose == "copy engine")
+
+
 def _measured(rank, world, memory):
     """Which algorithms are timed, in a graph."""
     torch._dynamo.reset()

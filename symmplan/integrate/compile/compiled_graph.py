@@ -404,7 +404,8 @@ class CompiledGraph:
             self.pinned_inputs.forget()
         shared = part.shared or self._take(part)
         new = part.groups is None
-        if shared is None or (new and not self.pinned_inputs.settle(part.name, args)):
+        engines = bool(self.engines)
+        if shared is None or (new and not self.pinned_inputs.settle(part.name, args, engines)):
             self.record.refuse(self.pool.preparation.reason)
             return None
         if new:

@@ -19,6 +19,7 @@ from symmplan.device import device_of
 from symmplan.integrate.compile.places import check_others
 from symmplan.integrate.compile.plans import group_names
 from symmplan.integrate.compile.turns import released
+from symmplan.runtime.engines import register_known
 from symmplan.runtime.prepare import checked_plan
 from symmplan.torch_private.c10d import is_registered
 from symmplan.torch_private.compilers import static_inputs
@@ -92,14 +93,19 @@ class PinnedInputs:
         found = resolve_groups([*group_names(plan), *self._by_group.get(part, ())])
         return {name: group.process_group for name, group in found.items()}
 
-    def settle(self, part: str, args: Sequence[Any]) -> bool:
+    def settle(self, part: str, args: Sequence[Any], engines: bool) -> bool:
         """Before a part first runs: find or make the placements of its pinned inputs.
+
+        Args:
+            part: Its name.
+            args: Of its first run.
+            engines: Whether copy engines run collectives of its graph, which read them.
 
         Returns:
             Whether they have some; if not, the pool says why.
 
         Collective: yes, over the groups of the pinned inputs, unless all of them lie where the
-        inputs of another graph did on all ranks.
+        inputs of another graph did on all ranks, which copy engines know if they need to.
         """
         for group in self._by_group.get(part, ()):
             unplaced = {
@@ -109,6 +115,13 @@ class PinnedInputs:
             }
             if unplaced and not self._find(part, group, unplaced, args):
                 return False
+        if engines:
+            mine = {self._places[key] for key in self._inputs.get(part, ())}
+            self.pool.rendezvous += sum(
+                register_known(made.arena)
+                for made in self.pool.pinned
+                if not mine.isdisjoint(made.places.values())
+            )
         return True
 
     def forget(self) -> None:
