@@ -8,9 +8,11 @@ ordinary memory and run the collectives of the process group.
 from __future__ import annotations
 
 import math
+import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
 from symmplan.capture.fsdp_recording import Key
+from symmplan.coordination.own import own_work
 from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
 from symmplan.torch_private import autograd, fsdp2
 
@@ -45,6 +47,8 @@ class _Planned:
         self._site = site
         self._plain = plain
         self._slot: Slot | None = None
+        # What a collective runs on that passes; see `Runtime.passes`.
+        self._passing: Any = None
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -53,6 +57,11 @@ class _Planned:
         numel = math.prod(int(extent) for extent in size)
         name = str(dtype).removeprefix("torch.")
         key = Key(self._site, self._kind, numel, name, autograd.in_backward())
+        self._passing = None
+        if self._runtime.passes(key, device):
+            buffer = self._plain.allocate(size, dtype=dtype, device=device)
+            self._passing = weakref.ref(buffer)
+            return buffer  # type: ignore[no-any-return]
         tensor, self._slot = self._runtime.open(
             key, dtype, device, lambda: self._plain.allocate(size, dtype=dtype, device=device)
         )
@@ -62,6 +71,11 @@ class _Planned:
         if self._kind == "reduce_scatter":
             fsdp2.take_copy_in(buffer, self._slot.accept)
         return buffer
+
+    def _passed(self) -> bool:
+        """Whether the collective that is called passes."""
+        passing, self._passing = self._passing, None
+        return passing is not None
 
 
 class PlannedAllGather(_Planned, _GatherBase):  # type: ignore[valid-type, misc]
@@ -81,6 +95,14 @@ class PlannedAllGather(_Planned, _GatherBase):  # type: ignore[valid-type, misc]
         Collective: yes.
         """
         slot, self._slot = self._slot, None
+        if self._passed():
+            with own_work:
+                return self._plain(
+                    output_tensor=output_tensor,
+                    input_tensor=input_tensor,
+                    group=group,
+                    async_op=async_op,
+                )
         return self._runtime.run(
             slot,
             output_tensor,
@@ -128,6 +150,8 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """The input of the next reduce-scatter, then its output, of ``size`` elements."""
+        if self._passing is not None and self._passing() is not None:  # it has its input
+            return self._plain.allocate(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
         slot = self._slot
         # An input that is gone before the output was asked for belongs to a step that failed.
         if slot is not None and slot.served == 1 and slot.held:
@@ -159,6 +183,15 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
         """
         slot, self._slot = self._slot, None
         added, self._added = self._added, None
+        if self._passed():
+            with own_work:
+                return self._plain(
+                    output_tensor=output_tensor,
+                    input_tensor=input_tensor,
+                    group=group,
+                    op=op,
+                    async_op=async_op,
+                )
 
         def otherwise(gradients: Sequence[torch.Tensor]) -> None:
             size, dtype, device = input_tensor.shape, input_tensor.dtype, input_tensor.device

@@ -1,4 +1,13 @@
-"""What is recorded of FSDP2 while a program runs: the stretch since the last moment of planning."""
+"""What is recorded of FSDP2 while a program runs: the stretch since the last moment of planning.
+
+[Note: when the plan is frozen]
+    FSDP2 does not say where a step ends, and all ranks must freeze at the same moment. So the
+    moment comes from the sequence of collectives: it is the first collective outside a backward
+    pass after a backward pass that reduced gradients. A program that reduces no gradients is frozen
+    after `PATIENCE` collectives for each FSDP module, at the next collective outside a backward
+    pass. The same rule divides later steps. If a step has used collectives that the plan does not
+    know, the program is planned again at such a moment. See also [Note: planned for once].
+"""
 
 from __future__ import annotations
 
@@ -11,10 +20,46 @@ if TYPE_CHECKING:
 
     from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
 
-__all__ = ["StepRecorder"]
+__all__ = ["PATIENCE", "StepEnds", "StepRecorder"]
+
+#: After how many collectives per module a program that reduces no gradients is planned.
+PATIENCE = 8
 
 #: More collectives than this without an end of the step are no longer recorded.
 _LONGEST = 1 << 17
+
+
+class StepEnds:
+    """Where a program may be planned. See [Note: when the plan is frozen].
+
+    Attributes:
+        backward: Whether the last collective was one of a backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.backward = False
+        self._reduced = False
+        self._seen: set[Key] = set()
+
+    @property
+    def trained(self) -> bool:
+        """Whether a backward pass that reduced gradients has ended just now."""
+        return self._reduced and self.backward
+
+    def before(self, key: Key) -> bool:
+        """Whether a new round of the program begins with this collective, which it comes to."""
+        if key.of_backward:
+            return False
+        if self.backward or key in self._seen:
+            self._seen = {key}
+            return True
+        self._seen.add(key)
+        return False
+
+    def ran(self, key: Key) -> None:
+        """The collective ran."""
+        self.backward = key.of_backward
+        self._reduced = self._reduced or key.kind == "reduce_scatter"
 
 
 class StepRecorder:
@@ -75,6 +120,12 @@ class StepRecorder:
         for log, index in self._last.values():
             if log is self.log:
                 log.release(index)
+
+    def rest(self) -> None:
+        """Record nothing until a stretch begins."""
+        self.log = None
+        self._last.clear()
+        self._early.clear()
 
     def begin_stretch(
         self, there: Iterable[ZeroCopyUnshard], unshards: Iterable[ZeroCopyUnshard]

@@ -1,12 +1,9 @@
 """Serves FSDP2's collectives: records the first step, freezes a plan, follows it.
 
-[Note: when the plan is frozen]
-    FSDP2 does not say where a step ends, and all ranks must freeze at the same moment. So the
-    moment comes from the sequence of collectives: it is the first collective outside a backward
-    pass after a backward pass that reduced gradients. A program that reduces no gradients is frozen
-    after `PATIENCE` collectives for each FSDP module, at the next collective outside a backward
-    pass. The same rule divides later steps. If a step has used collectives that the plan does not
-    know, the program is planned again at such a moment. See also [Note: planned for once].
+[Note: a plan that places nothing]
+    Where nothing fits, or nothing gains, FSDP2 runs as without a plan, and its steps are not
+    recorded. Only what it does is compared with the plan. If that does not know it all, the next
+    step is recorded, and planned behind it.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from symmplan.integrate.fsdp import reasons
 from symmplan.integrate.fsdp.lacking import Lacking
 from symmplan.integrate.fsdp.memory import Memory
 from symmplan.integrate.fsdp.planning import Planning
-from symmplan.integrate.fsdp.recorder import StepRecorder
+from symmplan.integrate.fsdp.recorder import PATIENCE, StepEnds, StepRecorder
 from symmplan.integrate.fsdp.slots import Slot
 from symmplan.process import PROCESS
 from symmplan.runtime.executor import Executor
@@ -46,8 +43,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PATIENCE", "REPLANS", "Runtime"]
 
-#: After how many collectives per module a program that reduces no gradients is planned.
-PATIENCE = 8
 #: How often a program that keeps doing something new is planned again.
 REPLANS = 8
 
@@ -68,6 +63,7 @@ class Runtime:
         reasons: Why they were not in their placements, and how often.
         schedule: The plan's collectives; None while recording.
         executor: Runs the collectives.
+        idle: Whether FSDP2 runs as without a plan; see [Note: a plan that places nothing].
     """
 
     def __init__(self, options: Options, modules: int, live: int | None = None) -> None:
@@ -80,14 +76,12 @@ class Runtime:
         self._modules = modules
         self._recorder = StepRecorder()
         self.schedule: Schedule | None = None
+        self.idle = False
         #: By site the modules that are unsharded in placements, or about to be.
         self._unsharded: dict[str, ZeroCopyUnshard] = {}
         self._waiting: list[ZeroCopyUnshard] = []
         self._arrived: Key | None = None
-        # What decides when to freeze. See [Note: when the plan is frozen].
-        self._seen: set[Key] = set()
-        self._reduced = False
-        self._was_backward = False
+        self._ends = StepEnds()
         self._outside = False
         self._lacking = Lacking()
         self._tries = 0
@@ -159,8 +153,9 @@ class Runtime:
         """
         self.memory.expect(device)
         self.memory.recording = self._recorder.log
-        self.memory.look()
-        self.memory.meet()
+        if not self.idle:
+            self.memory.look()
+            self.memory.meet()
         captured = device_of(device).is_capturing()
         if captured and self.schedule is None:
             raise RunError(
@@ -171,9 +166,24 @@ class Runtime:
                 module=key.site,
             )
         self.memory.captured = self.memory.captured or captured
-        if self._turns(key) and not captured:
+        if self._ends.before(key) and not captured:
             self._turn()
         self._arrived, self._outside = key, outside
+
+    def passes(self, key: Key, device: torch.device) -> bool:
+        """Whether the next collective runs as without a plan. Collective: as `arrive`."""
+        if self._arrived != key:
+            self.arrive(key, device)
+        if not self.idle or checking():
+            return False
+        self._arrived = None
+        scheduled = self._follow(key)
+        if scheduled is None:
+            self._lacking.note(reasons.NOT_PLANNED, key)
+        why = reasons.NOT_PLANNED if scheduled is None else scheduled.algorithm.reason
+        self._count("plain", why)
+        self._ends.ran(key)
+        return True
 
     def gathering(self, unshard: ZeroCopyUnshard, key: Key, others: Sequence[str]) -> None:
         """A module's parameters are gathered where they live; ``others`` as `crowding` says."""
@@ -188,7 +198,7 @@ class Runtime:
             self._lacking.note(reasons.CROWDED, unshard.site, site)
         self._unsharded[unshard.site] = unshard
         self._follow(key)
-        self._was_backward = key.of_backward
+        self._ends.ran(key)
         self.counts["served"] += 1
         self._recorder.gathered(key, unshard.group, outside=unshard.outside)
 
@@ -228,9 +238,6 @@ class Runtime:
                 found.append(other.site)
         return found
 
-    def _with_bytes(self) -> list[ZeroCopyUnshard]:
-        return [unshard for unshard in self._unsharded.values() if unshard.has_bytes]
-
     def _follow(self, key: Key) -> ScheduledCollective | None:
         if self.schedule is None:
             return None
@@ -241,9 +248,8 @@ class Runtime:
 
     def expected(self, key: Key, scheduled: ScheduledCollective | None = None) -> Expected | None:
         """How a collective is to run; None if no check is running, or it is not planned."""
-        if not checking() or self.schedule is None:
-            return None
-        return self.schedule.expected(key, self.memory.name, scheduled)
+        known = self.schedule if checking() else None
+        return None if known is None else known.expected(key, self.memory.name, scheduled)
 
     def run(
         self,
@@ -282,8 +288,7 @@ class Runtime:
             slot.log.run(slot.index, name)
             if slot.key.kind == "all_gather":
                 self._recorder.ran(slot.key.site, slot.log, slot.index)
-        self._was_backward = slot.key.of_backward
-        self._reduced = self._reduced or slot.key.kind == "reduce_scatter"
+        self._ends.ran(slot.key)
         reason, act = self._algorithm(slot, name, in_place)
         if act is None and slot.pushed:
             raise RunError(
@@ -364,21 +369,11 @@ class Runtime:
 
     # Freezing.
 
-    def _turns(self, key: Key) -> bool:
-        """Whether a new round of the program begins with ``key``."""
-        if key.of_backward:
-            return False
-        if self._was_backward or key in self._seen:
-            self._seen = {key}
-            return True
-        self._seen.add(key)
-        return False
-
     def _turn(self) -> None:
         log = self._recorder.log
         if self.schedule is None:
             ran = 0 if log is None else len(log.ran)
-            if (self._reduced and self._was_backward) or ran >= PATIENCE * self._modules:
+            if self._ends.trained or ran >= PATIENCE * self._modules:
                 self.freeze()
         elif self._lacking and self.counts["replans"] < REPLANS and log is not None:
             self._tries += 1  # asking costs time, too
@@ -388,9 +383,19 @@ class Runtime:
                 self._lacking.planned_for()
         if self.schedule is not None:
             self.memory.let_go()
-            self._recorder.begin_stretch(self._with_bytes(), self.planning.unshards)
+            self._begin_stretch()
         self._lacking.begin()
-        self._was_backward = False
+        self._ends.backward = False
+
+    def _begin_stretch(self) -> None:
+        """See [Note: a plan that places nothing]."""
+        nothing = self.schedule is not None and self.schedule.places_nothing
+        self.idle = nothing and self.executor.serves and not self._lacking
+        if self.idle:
+            self._recorder.rest()
+        else:
+            there = [unshard for unshard in self._unsharded.values() if unshard.has_bytes]
+            self._recorder.begin_stretch(there, self.planning.unshards)
 
     def _plan(self, log: Recording) -> None:
         """Collective: yes. If it fails, FSDP2's collectives run in torch's own way."""
@@ -432,7 +437,7 @@ class Runtime:
             if not unshard.has_bytes:  # FSDP2 has forgotten what it did not wait for
                 self._recorder.released(unshard.site)
         self._plan(log)
-        self._recorder.begin_stretch(self._with_bytes(), self.planning.unshards)
+        self._begin_stretch()
 
     # Ending.
 

@@ -63,6 +63,10 @@ class Schedule:
     Args:
         plan: The plan.
         stretches: The collectives of each stretch, in order.
+
+    Attributes:
+        collectives: All of them.
+        places_nothing: Whether they all stay in ordinary memory.
     """
 
     def __init__(self, plan: Plan, stretches: Sequence[Sequence[Planned]]) -> None:
@@ -78,6 +82,7 @@ class Schedule:
             for stretch in stretches
             for c in stretch
         )
+        self.places_nothing = all(s.place is None for s in self.collectives)
         self._places: dict[Key, list[int]] = {}
         for index, scheduled in enumerate(self.collectives):
             self._places.setdefault(scheduled.call.key, []).append(index)

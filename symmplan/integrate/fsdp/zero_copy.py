@@ -163,6 +163,10 @@ class ZeroCopyUnshard:
             others = self._runtime.crowding(self)
             self._start(key, storage, self._streams(async_op=False), others)
         result = fsdp2_in_place.result_of(group)
+        if storage is None and self._runtime.idle:
+            self._methods.call_own(fsdp2_in_place.WAIT)
+            self._look()
+            return
         if storage is None or not (result is None or isinstance(result, Gathered)):
             with self._runtime.unsharding(self.site):
                 self._methods.call_own(fsdp2_in_place.WAIT)
@@ -188,6 +192,9 @@ class ZeroCopyUnshard:
 
     def to_sharded(self) -> None:
         """The module is done with the parameters."""
+        if self._runtime.idle:
+            self._methods.call_own(fsdp2_in_place.TO_SHARDED)
+            return
         group = self._group
         was = group.is_sharded
         self._runtime.memory.look()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from fsdp_acts import Actor
+from fsdp_models import DIM, Block, both, changing, shard
 from fsdp_programs import Program, Unit, built
 from ranks import pool_of
 
@@ -102,3 +104,38 @@ def past_its_hook(rank, world):
 def test_a_prefetch_that_misses_is_no_reason_for_another_plan(two):
     for stats in two.run(past_its_hook):
         assert (stats.replans, stats.plain, stats.reasons) == (0, 0, ())
+
+
+class _Grows(torch.nn.Module):
+    """A large module in each step, and from one step on a small one."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block(DIM, 16 * DIM), torch.nn.Linear(DIM, DIM)])
+        self.both = False
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        return self.blocks[1](x) if self.both else x
+
+
+def nothing_at_first(rank, world, again):
+    """Its plan places nothing, until a module comes that fits."""
+
+    def change(model, step, *_):
+        model.both = step >= 4 if again else step == 4
+
+    def build():
+        return shard(_Grows(), root=False)
+
+    return both(build, changing(change, 8), rank, capacity=8 << 10)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_what_comes_later_is_recorded_where_nothing_was_placed(two, again):
+    for result in two.run(nothing_at_first, again):
+        assert result["differences"] == []
+        stats = result["stats"]
+        assert (stats["placed"] > 0, stats["replans"]) == (again, int(again))
+        assert stats["reasons"]["the plan does not know this collective"] > 0
+        assert stats["plain"] == sum(stats["reasons"].values())
