@@ -26,8 +26,8 @@ def test_a_swept_room_is_a_row_with_both_sides_and_with_who_did_not_fit(monkeypa
         if left is not None and left < (2.0 if side == "plain" else 3.0):
             raise RanksFailedError(f"{side} is out of memory\nmore", fix="more room")
         times = {kind: [0.1, 0.1] for kind in ("step", "wall", "issue", "host")}
-        # Steps diverge only in symmplan's, where 3 GiB are left.
-        loss = float("nan") if (side, left) == ("symmplan", 3.0) else 1.0
+        # Steps diverge only in symmplan's, where 3 or 5 GiB are left.
+        loss = {3.0: float("nan"), 5.0: 1.017}.get(left, 1.0) if side == "symmplan" else 1.0
         row = {"times": times, "collectives": 3, "losses": [1.0, loss]}
         ranks = [
             {
@@ -45,7 +45,7 @@ def test_a_swept_room_is_a_row_with_both_sides_and_with_who_did_not_fit(monkeypa
     assert [each["room"] for each in result["rooms"]] == [None, 1.0, 2.0, 4.0]
     found = {each["room"]: each["sides"] for each in result["rooms"]}
     row = {"step_ms": 100.0, "retries": 1, "device": 1 << 30, "peak_device": 3 << 30}
-    assert found[4.0]["symmplan"] == row | {"difference": 0.0}
+    assert found[4.0]["symmplan"] == row | {"difference": 0.0, "losses": [[1.0, 1.0]] * 2}
     assert "error" in found[1.0]["plain"]
     assert not result["ok"]  # plain runs in 2 GiB, and symmplan does not
     text = bench_fsdp.render(result)
@@ -55,6 +55,8 @@ def test_a_swept_room_is_a_row_with_both_sides_and_with_who_did_not_fit(monkeypa
     assert bench_fsdp.run(options("--device", "cuda", "--room", "4"))["ok"]
     wrong = bench_fsdp.run(options("--device", "cuda", "--room", "3"))
     assert not wrong["ok"]
+    bfloat16 = ("--dtype", "bfloat16", "--reduce", "bfloat16", "--room", "5")
+    assert not bench_fsdp.run(options("--device", "cuda", *bfloat16))["ok"]
     assert "nan" in bench_fsdp.render(wrong)
 
 

@@ -119,10 +119,16 @@ class _Driver(threading.Thread):
         self._over = threading.Event()
         self._most = 0
         if look:
+            import torch
+
+            self._device = torch.cuda.current_device()  # each thread has a current one
             self.start()
 
     def run(self) -> None:
         """Ask every 2 ms."""
+        import torch
+
+        torch.cuda.set_device(self._device)
         while not self._over.wait(0.002):
             self._most = max(self._most, _device_bytes()["device"])
 
