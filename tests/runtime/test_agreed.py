@@ -63,33 +63,33 @@ AGREED = {
         .view _arenas.memory _arenas.segments _places.get _views.get algorithm.reason
         BACKENDS.collectives bisect_left c.carried c.received engines.get groups.rank
         layout.counts Layout.counts layout.offsets layout.parts Memory._arenas
-        Memory._pushes Memory.groups other.begin other.end
-        other.storage p ParameterStorage._one_sided ParameterStorage._outputs
-        ParameterStorage._run ParameterStorage.begin ParameterStorage.end place.end
-        place.offset place.segment PlannedAllGather._plain PlannedReduceScatter._plain
-        planning.live planning.unshards Pushes Pushes._peers Runtime.counts.replans
-        Runtime.memory Runtime.schedule Schedule._bounds Schedule.collectives
-        scheduled.algorithm scheduled.call scheduled.place scheduled.received
-        scheduled.zero_copy ScheduledCollective.place segment.begin segment.meeting
-        segment.peers segment.tensor slot.index slot.scheduled slot.take_shared
-        unshard.site unshard.storage ZeroCopyUnshard.layout ZeroCopyUnshard.site
-        ZeroCopyUnshard.storage
+        Memory._pushes Memory.groups other.begin other.end other.storage p
+        ParameterStorage._one_sided ParameterStorage._outputs ParameterStorage._run
+        ParameterStorage.begin ParameterStorage.end place.end place.offset place.segment
+        PlannedAllGather._plain PlannedReduceScatter._plain planning.live
+        planning.unshards Pushes Pushes._peers Runtime.counts.replans _runtime.idle
+        Runtime.idle Runtime.memory Runtime.schedule Schedule._bounds
+        Schedule.collectives schedule.places_nothing scheduled.algorithm scheduled.call
+        scheduled.place scheduled.received scheduled.zero_copy ScheduledCollective.place
+        segment.begin segment.meeting segment.peers segment.tensor slot.index
+        slot.scheduled slot.take_shared unshard.site unshard.storage
+        ZeroCopyUnshard.layout ZeroCopyUnshard.site ZeroCopyUnshard.storage
     """,
     "types and sizes of parameters, and of what their own tensors give to a gather": """
         .itemsize fsdp2_in_place.has_own_gather fsdp2_in_place.outputs_of group_of.size
-        layout.dtypes Layout.dtypes Layout.ranks parameter.orig_dtype parameter.param_dtype
-        torch.uint8
+        layout.dtypes Layout.dtypes Layout.ranks parameter.orig_dtype
+        parameter.param_dtype torch.uint8
     """,
     "the program's calls, and what was counted of them": """
-        .dtype .element_size .numel .shape _Planned._kind _Planned._site _recorder.log
-        _unsharded.pop _unsharded.values again async_op autograd.in_backward base c.buffer
-        c10d.group_name exchanges factor_of g.to gathers Key key.kind key.of_backward
-        log.ran math.prod memory.captured op output_tensor PlannedAllGather._site
-        PlannedAllGather._slot PlannedReduceScatter._site PlannedReduceScatter._slot
-        Pushes._last Pushes._unmet Runtime._arrived Runtime._lacking Runtime._modules
-        Runtime._reduced Runtime._seen Runtime._tries Runtime._waiting Runtime._was_backward
-        scatters Schedule._next slot.base slot.flat slot.log slot.served str.removeprefix
-        target
+        .dtype .element_size .numel .shape _ends.before _ends.trained _Planned._kind
+        _Planned._passing _Planned._site _recorder.log _unsharded.pop _unsharded.values
+        again async_op autograd.in_backward base c.buffer c10d.group_name exchanges
+        factor_of g.to gathers Key key.kind log.ran math.prod memory.captured op
+        output_tensor PlannedAllGather._site PlannedAllGather._slot
+        PlannedReduceScatter._passing PlannedReduceScatter._site
+        PlannedReduceScatter._slot Pushes._last Pushes._unmet Runtime._arrived
+        Runtime._lacking Runtime._modules Runtime._tries Runtime._waiting scatters
+        Schedule._next slot.base slot.flat slot.log slot.served str.removeprefix target
     """,
     "FSDP2's own state, which its calls alone change": """
         _group.is_unsharded Asked asked.shards fsdp2_in_place.group_of
@@ -146,6 +146,7 @@ LOCAL = {
     },
     "new_empty": {"otherwise": "the same"},
     "dtype_of_gradients": {"allocate": "the type in which sums are written"},
+    "checking": {"passes": "the same collective, observed or not"},
     "is_capturing": {"arrive": "raises, or plans later"},
 }
 
