@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +18,6 @@ from paths import TESTS
 from ranks import pool_of
 
 import symmplan
-from symmplan.errors import RunError
-from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
 
 pytestmark = pytest.mark.ranks
 
@@ -31,7 +28,6 @@ SUMS = {memory: [*of, "push", "shared push"] for memory, of in GATHERS.items()}
 
 pair = pool_of(2, timeout=100.0)
 fresh = pool_of(2, timeout=100.0)
-failing = pool_of(2, timeout=100.0)
 
 
 def _on_hosts(rank, world):
@@ -94,55 +90,6 @@ def test_fsdp_by_each_algorithm(pair, memory):
             assert {ran for _, ran in calls} <= {planned for planned, _ in calls}
         assert ("copies" in kinds) == (choose in ("copy engine", "push", "shared push"))
         assert ("symmetric" in kinds) == ((memory, choose) == ("nccl", "placed"))
-
-
-def _gathers_wrongly(rank, world, choose, what, checks):
-    """Rank 0 receives nothing of a module, or no rank gives anything; who has which error when."""
-    module = "blocks.1"
-
-    def instead(own):
-        def act(storage, *given):
-            if storage._site != module:
-                return own(storage, *given)
-            if what == "fill":
-                return storage.bytes.zero_()
-            own(storage, *given)
-            state().streams.synchronize()
-            return None if rank else storage._outputs[0].chunk(world)[1].zero_()
-
-        return act
-
-    model, steps = shard(Net(2), mesh=mesh_of(world)), []
-    handle = symmplan.fsdp.apply(model, memory="nccl", choose=choose, timeout=30.0)
-
-    def step():
-        steps.append(len(steps))
-        model(batch(len(steps), rank)).pow(2).mean().backward()
-
-    def train():
-        for _ in range(3):
-            step()
-        if checks:
-            handle.check(step)
-
-    if checks:  # what goes wrong later is no first gather
-        train()
-        steps.clear()
-    wrongly = instead(getattr(ParameterStorage, what))
-    with mock.patch.object(ParameterStorage, what, wrongly), pytest.raises(RunError) as raised:
-        train()
-    return steps, str(raised.value).splitlines()[0]
-
-
-@pytest.mark.all_cases
-@pytest.mark.parametrize("what", ["gather", "fill"])
-def test_a_gather_that_brings_wrong_bytes_is_an_error_on_all_ranks(failing, what):
-    for choose, checks in (("placed", False), ("copy engine", False), ("copy engine", True)):
-        first, second = failing.run(on_devices, _gathers_wrongly, choose, what, checks)
-        assert first == second
-        wrong = {"gather": "[0]", "fill": "[0, 1]"}[what]
-        assert first[0] == ([0, 1, 2, 3] if checks else [0, 1])
-        assert f"FSDP module 'blocks.1' were gathered wrongly on ranks {wrong}" in first[1]
 
 
 # Compiled graphs and sessions.

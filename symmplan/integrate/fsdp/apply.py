@@ -154,8 +154,6 @@ class Handle(OfOneProcess):
     def check(self, step: Callable[[], Any]) -> Checked:
         """Run a step under torch's profiler, and compare what ran with the plan.
 
-        On devices each module's next gather is compared with what the ranks hold, too.
-
         Args:
             step: A step of the program, forward and backward. It takes part in the training as
                 any other.
@@ -165,14 +163,12 @@ class Handle(OfOneProcess):
             those that did not run as planned.
 
         Raises:
-            RunError: There is no plan yet, another check is going on, or a gather brought wrong
-                bytes; that is raised on all ranks of its group.
+            RunError: There is no plan yet, or another check is going on.
             ReleasedError: The handle was removed.
 
-        Collective: as ``step``, on all ranks.
+        Collective: as ``step``.
         """
         self._must_be_applied("check")
-        self._runtime.planning.compare_again()
         self._checked = check(step, self._runtime.memory.device if self.planned else None)
         return self._checked
 

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ParameterStorage"]
 
-#: How many elements of a shard are compared at a time.
-_COMPARED = 1 << 21
 #: What torch counts for the storage of a flat tensor, without what else is on it.
 _OWN_USES = 2
 
@@ -62,7 +60,6 @@ class ParameterStorage:
     Attributes:
         bound: Whether the parameters lie on the placement's storages.
         bytes: The placement's bytes.
-        compared: Whether a gather into them was compared with what the ranks hold.
     """
 
     def __init__(
@@ -77,7 +74,7 @@ class ParameterStorage:
     ) -> None:
         self.users = users
         self.begin, self.end = begin, begin + layout.nbytes
-        self.bound = self.compared = False
+        self.bound = False
         self.bytes = bytes_
         self._site = site
         self._group = group
@@ -153,29 +150,6 @@ class ParameterStorage:
                 dist.all_gather_into_tensor(outputs[0], parts[0], group=self._group)
             else:
                 c10d.all_gather_coalesced(outputs, parts, self._group)
-
-    def seen(self, shards: Sequence[torch.Tensor]) -> tuple[bool, list[int]]:
-        """Whether this rank's parts are its shards, and a sum of the bytes of each rank's parts.
-
-        The host waits for that, in the order of the current stream. It takes little memory.
-
-        Args:
-            shards: As for `fill`.
-        """
-        ranks = self._group.size()
-        sums = torch.zeros(ranks, dtype=torch.int64, device=self.bytes.device)
-        apart = torch.zeros((), dtype=torch.bool, device=self.bytes.device)
-        for whole in self._outputs:
-            sums += whole.view(torch.uint8).view(ranks, -1).sum(1, dtype=torch.int64)
-        for part, shard in zip(self._parts, shards, strict=True):
-            pairs = zip(part.split(_COMPARED), shard.reshape(-1).split(_COMPARED), strict=True)
-            for mine, given in pairs:
-                cast = given.to(mine.dtype)
-                if mine.dtype.itemsize == 1:  # such floats have no comparison
-                    apart |= (mine.view(torch.uint8) != cast.view(torch.uint8)).any()
-                else:
-                    apart |= ((mine != cast) & ~cast.isnan()).any()
-        return not bool(apart), sums.tolist()
 
     def give_addresses(self) -> None:
         """Let the parameters and all views of them be read, where their bytes are.

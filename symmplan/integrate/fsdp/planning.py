@@ -365,12 +365,6 @@ class Planning:
         for unshard in self.unshards:
             unshard.settle(storages.get(unshard.site), kept=unshard.site in kept)
 
-    def compare_again(self) -> None:
-        """Let the next gather of each module be compared, as the first one of a plan is."""
-        for unshard in self.unshards:
-            if unshard.storage is not None:
-                unshard.storage.compared = False
-
     def measured(self, recording: Recording) -> tuple[str, tuple[Choice, ...]]:
         """The memory backend, and the choice for each collective that was recorded.
 

@@ -26,12 +26,6 @@ are cast straight into this rank's parts of it, and one coalesced gather fills t
     (`Runtime.crowding`). A gather that is needed now runs. On a rank where the bytes are in use,
     the parameters that lie there move to a copy, with all views of them, until their module is
     resharded. If somebody else is there and cannot move, the gathered parameters do.
-
-[Note: first gathers are compared]
-    A network that brings wrong bytes says nothing, and the program goes on with wrong numbers. So
-    on devices the first gather of each group into its placement is compared: this rank's part with
-    the shards, and all parts with those of the peers, by sums of their bytes. If they differ
-    anywhere, all ranks of the group raise the same error.
 """
 
 from __future__ import annotations
@@ -41,9 +35,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan.coordination.all_gather import all_gather_json, everywhere
+from symmplan.coordination.all_gather import everywhere
 from symmplan.device import device_of
-from symmplan.errors import RunError
 from symmplan.integrate.fsdp.layout import OTHERS, Asked, Gathered, Layout, layout_of, shards_of
 from symmplan.memory.streams import synchronize
 from symmplan.runtime.leases import Lease, set_aside
@@ -380,26 +373,6 @@ class ZeroCopyUnshard:
             storage.copy_aside()
         fsdp2_in_place.set_result(group, Gathered())
 
-    def _compare(self, storage: ParameterStorage, shards: Sequence[torch.Tensor]) -> None:
-        """See [Note: first gathers are compared]. Collective: the first time, over the group."""
-        if storage.compared or self._device.is_capturing():
-            return
-        group, timeout = fsdp2_in_place.group_of(self._group), self._runtime.options.timeout
-        name, mine = self.group, storage.seen(shards)
-        said = all_gather_json("first gather", {name: mine}, {name: group}, timeout)[name]
-        storage.compared = True
-        sums = [sums[rank] for rank, (_, sums) in enumerate(said)]
-        wrong = [rank for rank, (right, seen) in enumerate(said) if not right or seen != sums]
-        if wrong:
-            raise RunError(
-                f"the parameters of FSDP module {self.site!r} were gathered wrongly on ranks "
-                f"{wrong} of group {name!r}",
-                expected="the bytes that each rank holds",
-                got="others",
-                fix="use choose='ordinary', and report this with the output of symmplan doctor",
-                module=self.site,
-            )
-
     def _new_lease(self) -> Lease:
         return Lease(stream=self._device.current_stream(), owner=weakref.proxy(self))
 
@@ -440,10 +413,8 @@ class ZeroCopyUnshard:
                 take()
                 storage.fill(shards)
             gathers.wait_stream(copies)
-            with self._device.on_stream(gathers):
-                with launching(self._runtime.expected(key)):
-                    storage.gather()
-                self._compare(storage, shards)
+            with self._device.on_stream(gathers), launching(self._runtime.expected(key)):
+                storage.gather()
                 event = gathers.record_event()
                 if lease is not None:
                     lease.after(event)
