@@ -82,11 +82,11 @@ AGREED = {
     """,
     "the program's calls, and what was counted of them": """
         .dtype .element_size .numel .shape _ends.before _ends.trained _Planned._kind
-        _Planned._passing _Planned._site _recorder.log _unsharded.pop _unsharded.values
-        again async_op autograd.in_backward base c.buffer c10d.group_name exchanges
-        factor_of g.to gathers Key key.kind log.ran math.prod memory.captured op
-        output_tensor PlannedAllGather._site PlannedAllGather._slot
-        PlannedReduceScatter._passing PlannedReduceScatter._site
+        _Planned._plain_buffer _Planned._site _recorder.log _unsharded.pop
+        _unsharded.values again async_op autograd.in_backward c.buffer c10d.group_name
+        exchanges factor_of g.to gathers input_tensor Key key.kind log.ran math.prod
+        memory.captured op output_tensor PlannedAllGather._site PlannedAllGather._slot
+        PlannedReduceScatter._plain_buffer PlannedReduceScatter._site
         PlannedReduceScatter._slot Pushes._last Pushes._unmet Runtime._arrived
         Runtime._lacking Runtime._modules Runtime._tries Runtime._waiting scatters
         Schedule._next slot.base slot.flat slot.log slot.served str.removeprefix target
@@ -146,7 +146,7 @@ LOCAL = {
     },
     "new_empty": {"otherwise": "the same"},
     "dtype_of_gradients": {"allocate": "the type in which sums are written"},
-    "checking": {"passes": "the same collective, observed or not"},
+    "checking": {"runs_plainly": "the same collective, observed or not"},
     "is_capturing": {"arrive": "raises, or plans later"},
 }
 

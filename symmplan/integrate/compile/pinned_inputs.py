@@ -105,7 +105,7 @@ class PinnedInputs:
             Whether they have some; if not, the pool says why.
 
         Collective: yes, over the groups of the pinned inputs, unless all of them lie where the
-        inputs of another graph did on all ranks, which copy engines know if they need to.
+        inputs of another graph did on all ranks, in segments that copy engines know if they run.
         """
         for group in self._by_group.get(part, ()):
             unplaced = {

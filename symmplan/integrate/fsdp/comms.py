@@ -47,8 +47,8 @@ class _Planned:
         self._site = site
         self._plain = plain
         self._slot: Slot | None = None
-        # What a collective runs on that passes; see `Runtime.passes`.
-        self._passing: Any = None
+        # The buffer of a collective that runs as without a plan, held weakly.
+        self._plain_buffer: Any = None
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -57,10 +57,10 @@ class _Planned:
         numel = math.prod(int(extent) for extent in size)
         name = str(dtype).removeprefix("torch.")
         key = Key(self._site, self._kind, numel, name, autograd.in_backward())
-        self._passing = None
-        if self._runtime.passes(key, device):
+        self._plain_buffer = None
+        if self._runtime.runs_plainly(key, device):
             buffer = self._plain.allocate(size, dtype=dtype, device=device)
-            self._passing = weakref.ref(buffer)
+            self._plain_buffer = weakref.ref(buffer)
             return buffer  # type: ignore[no-any-return]
         tensor, self._slot = self._runtime.open(
             key, dtype, device, lambda: self._plain.allocate(size, dtype=dtype, device=device)
@@ -72,10 +72,10 @@ class _Planned:
             fsdp2.take_copy_in(buffer, self._slot.accept)
         return buffer
 
-    def _passed(self) -> bool:
-        """Whether the collective that is called passes."""
-        passing, self._passing = self._passing, None
-        return passing is not None
+    def _runs_plainly(self) -> bool:
+        """Whether the collective that is called now runs as without a plan; asked once."""
+        buffer, self._plain_buffer = self._plain_buffer, None
+        return buffer is not None
 
 
 class PlannedAllGather(_Planned, _GatherBase):  # type: ignore[valid-type, misc]
@@ -95,14 +95,18 @@ class PlannedAllGather(_Planned, _GatherBase):  # type: ignore[valid-type, misc]
         Collective: yes.
         """
         slot, self._slot = self._slot, None
-        if self._passed():
+
+        def plain(base: torch.Tensor) -> Any:
+            return self._plain(
+                output_tensor=base,
+                input_tensor=_part(input_tensor, output_tensor, base),
+                group=group,
+                async_op=async_op,
+            )
+
+        if self._runs_plainly():
             with own_work:
-                return self._plain(
-                    output_tensor=output_tensor,
-                    input_tensor=input_tensor,
-                    group=group,
-                    async_op=async_op,
-                )
+                return plain(output_tensor)
         return self._runtime.run(
             slot,
             output_tensor,
@@ -116,12 +120,7 @@ class PlannedAllGather(_Planned, _GatherBase):  # type: ignore[valid-type, misc]
                 async_op=async_op,
                 site=self._site,
             ),
-            lambda base: self._plain(
-                output_tensor=base,
-                input_tensor=_part(input_tensor, output_tensor, base),
-                group=group,
-                async_op=async_op,
-            ),
+            plain,
             result=True,
         )
 
@@ -150,7 +149,7 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """The input of the next reduce-scatter, then its output, of ``size`` elements."""
-        if self._passing is not None and self._passing() is not None:  # it has its input
+        if self._plain_buffer is not None and self._plain_buffer() is not None:  # it has its input
             return self._plain.allocate(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
         slot = self._slot
         # An input that is gone before the output was asked for belongs to a step that failed.
@@ -183,15 +182,19 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
         """
         slot, self._slot = self._slot, None
         added, self._added = self._added, None
-        if self._passed():
+
+        def plain(base: torch.Tensor) -> Any:
+            return self._plain(
+                output_tensor=output_tensor,
+                input_tensor=base,
+                group=group,
+                op=op,
+                async_op=async_op,
+            )
+
+        if self._runs_plainly():
             with own_work:
-                return self._plain(
-                    output_tensor=output_tensor,
-                    input_tensor=input_tensor,
-                    group=group,
-                    op=op,
-                    async_op=async_op,
-                )
+                return plain(input_tensor)
 
         def otherwise(gradients: Sequence[torch.Tensor]) -> None:
             size, dtype, device = input_tensor.shape, input_tensor.dtype, input_tensor.device
@@ -233,13 +236,7 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
             input_tensor,
             group,
             reduced,
-            lambda base: self._plain(
-                output_tensor=output_tensor,
-                input_tensor=base,
-                group=group,
-                op=op,
-                async_op=async_op,
-            ),
+            plain,
             result=False,
         )
         if added is not None:

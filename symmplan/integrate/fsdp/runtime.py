@@ -170,7 +170,7 @@ class Runtime:
             self._turn()
         self._arrived, self._outside = key, outside
 
-    def passes(self, key: Key, device: torch.device) -> bool:
+    def runs_plainly(self, key: Key, device: torch.device) -> bool:
         """Whether the next collective runs as without a plan. Collective: as `arrive`."""
         if self._arrived != key:
             self.arrive(key, device)
@@ -388,7 +388,7 @@ class Runtime:
         self._ends.backward = False
 
     def _begin_stretch(self) -> None:
-        """See [Note: a plan that places nothing]."""
+        """Record what comes, unless nothing is placed. See [Note: a plan that places nothing]."""
         nothing = self.schedule is not None and self.schedule.places_nothing
         self.idle = nothing and self.executor.serves and not self._lacking
         if self.idle:
