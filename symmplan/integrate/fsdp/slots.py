@@ -65,7 +65,6 @@ class Slot:
     hold: Callable[..., None] | None = None
     flat: torch.Tensor | None = None
     pushing: tuple[torch.Tensor, ...] = ()
-    _seen: Any = None
 
     def accept(
         self, gradients: Sequence[torch.Tensor], buffer: torch.Tensor
@@ -106,8 +105,11 @@ class Slot:
         return self.lease is not None
 
     def watch(self, buffer: torch.Tensor) -> None:
-        """The slot is dropped with this tensor: it has no bytes that others may keep."""
-        self._seen = weakref.ref(buffer, lambda _: self.drop())
+        """The slot is dropped with this tensor, and lives as long: it keeps what is being pushed.
+
+        The tensor has no bytes that others may keep.
+        """
+        weakref.finalize(buffer, self.drop).atexit = False
 
     def drop(self) -> None:
         """Note that the buffer's last tensor is gone; later calls do nothing. In any thread."""

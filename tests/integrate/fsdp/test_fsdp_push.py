@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
+import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ from ranks import RankPool, pool_of
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import symmplan
+from symmplan.integrate.fsdp.comms import PlannedReduceScatter
+from symmplan.integrate.fsdp.push import Pushes
 
 pytestmark = pytest.mark.ranks
 
@@ -237,3 +242,41 @@ def test_a_rank_that_cannot_take_a_slot_pushes_when_it_can_sum(two):
     assert first["stats"]["copies"] == 0
     assert last["stats"]["copies"] == 3 * 4  # in three steps with a plan four reductions
     assert last["stats"]["reasons"] == {"its bytes were still in use": 12}
+
+
+def collecting(rank, world):
+    """Which gradients are there when garbage is collected behind their reduction, and at last."""
+    sent, there = [], []
+    send, reduce = Pushes.send, PlannedReduceScatter.__call__
+
+    def sending(pushes, *args, **kwargs):
+        kept = send(pushes, *args, **kwargs)
+        sent.append([weakref.ref(gradient.untyped_storage()) for gradient in kept])
+        return kept
+
+    def reducing(scatter, *args, **kwargs):
+        work = reduce(scatter, *args, **kwargs)
+        if sent:
+            gc.collect()
+            there.append(all(gradient() is not None for gradient in sent[-1]))
+        return work
+
+    with (
+        mock.patch.object(Pushes, "send", sending),
+        mock.patch.object(PlannedReduceScatter, "__call__", reducing),
+    ):
+        model = shard(Net(), mesh=mesh(world))
+        handle = symmplan.fsdp.apply(model, choose="push", timeout=30.0)
+        for step in range(3):
+            model(batch(step, rank)).pow(2).mean().backward()
+            model.zero_grad()
+        handle.remove()
+    return there, [gradient() is not None for of in sent for gradient in of]
+
+
+def test_garbage_collection_leaves_gradients_that_are_pushed_alone(two):
+    """Devices read them until the reduction has ended, for which FSDP2 waits later."""
+    for there, left in two.run(collecting):
+        assert len(there) >= 4
+        assert all(there)
+        assert not any(left)
