@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from symmplan.runtime.chooser import Chosen
     from symmplan.runtime.clock import Act
 
-__all__ = ["CallCase", "case_of", "demotables_of", "why_not_measured"]
+__all__ = ["CallCase", "case_of", "demotables_of", "smallest_of", "why_not_measured"]
 
 #: Smaller collectives than this, in bytes, gain nothing on devices.
 _SMALL = 1 << 20
@@ -162,6 +162,11 @@ def _pushes(call: Call, memory: str) -> bool:
         and (backend.devices or backend.collectives)
         and fsdp2.has_copy_in()
     )
+
+
+def smallest_of(case: Case) -> AlgorithmName:
+    """The algorithm with which a collective takes the fewest symmetric bytes."""
+    return "shared push" if "shared push" in case.algorithms else case.algorithms[0]
 
 
 def why_not_measured(case: Case, device: torch.device) -> str:

@@ -15,7 +15,7 @@ from symmplan.capture.fsdp_unsharded import kept_after_forward
 from symmplan.coordination.all_gather import all_agree, all_gather_json, telling
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
-from symmplan.integrate.fsdp.cases import case_of, demotables_of, why_not_measured
+from symmplan.integrate.fsdp.cases import case_of, demotables_of, smallest_of, why_not_measured
 from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
 from symmplan.integrate.fsdp.schedule import Schedule
@@ -30,7 +30,7 @@ from symmplan.runtime.chooser import Chosen, choose_algorithms
 from symmplan.runtime.tenants import timed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from symmplan.capture.fsdp import Planned
     from symmplan.capture.fsdp_recording import Call, Recording
@@ -193,7 +193,7 @@ class Planning:
                 left_out[call] = why
             else:
                 cases[call] = known
-        if measures and cases and self._in_vain(cases.values()):
+        if measures and cases and self._in_vain(recordings, cases, left_out):
             left_out |= dict.fromkeys(cases, NO_ROOM)
             cases = {}
         given = (cases, left_out, device, preparation)
@@ -201,10 +201,16 @@ class Planning:
         self.choices = tuple(dict.fromkeys((*self.choices, *chosen.choices)))
         return chosen
 
-    def _in_vain(self, cases: Iterable[Case]) -> bool:
-        """Whether a device has no room for what measuring takes and for any placement besides.
+    def _in_vain(
+        self,
+        recordings: Sequence[Recording],
+        cases: Mapping[Call, Case],
+        left_out: Mapping[Call, str],
+    ) -> bool:
+        """Whether a device has no room for any placement, or not for what measuring takes besides.
 
-        Communicators and loaded kernels keep their bytes, so a full device would lack them. A model
+        Communicators and loaded kernels keep their bytes, so a full device would lack them. A
+        placement has room if one has where each collective takes as few bytes as it can. A model
         that has segments was measured already.
 
         Collective: yes, over all groups of the model, if it has no segments.
@@ -213,8 +219,19 @@ class Planning:
         placed = memory.arena is not None and memory.arena.segment_bytes > 0
         if given or placed or device_memory(memory.device) is None:
             return False
-        least = min(case.nbytes // case.ranks for case in cases)  # as a push's slots are
-        return memory.room(below=False) < LEFT + least
+        room = min(memory.room(below=self.live is None), memory.room(below=False) - LEFT)
+        if room <= 0:
+            return True
+        ordinary = {call: Algorithm("ordinary", why) for call, why in left_out.items()}
+        smallest = {call: Algorithm(smallest_of(case)) for call, case in cases.items()}
+        chosen = Chosen({**ordinary, **smallest}, cases=cases)
+
+        def places() -> bool:
+            made = self._within(room, self._problem(recordings, chosen), chosen)
+            return any(p.buffer is not None for stretch in made.stretches for p in stretch)
+
+        mine = memory.preparation.attempt(places, memory.groups)
+        return not all_agree("places", mine, memory.groups, self._options.timeout)
 
     def _algorithm(
         self, chosen: Chosen[Call], gave: Mapping[Any, AlgorithmName], call: Call
@@ -243,20 +260,11 @@ class Planning:
         memory = self._memory
         preparation, recordings = memory.preparation, problem.recordings
 
-        def demotables(made: StepPlan) -> list[Demotable]:
-            return demotables_of((p for stretch in made.stretches for p in stretch), chosen)
-
-        def planned(
-            demoted: Mapping[Any, AlgorithmName],
-        ) -> tuple[Plan, list[Demotable], StepPlan]:
-            made = problem.plan({}, demoted)
-            return made.plan, demotables(made), made
-
         def finished(made: StepPlan) -> StepPlan:
             placed = [p for stretch in made.stretches for p in stretch if p.buffer is not None]
             by_engines = {p.call.group for p in placed if p.algorithm.name == "copy engine"}
             held = memory.prepare(made.plan, by_engines)
-            return evolve(problem.advised(made, demotables(made)), held=held)
+            return evolve(problem.advised(made, _demotables(made, chosen)), held=held)
 
         room = None
         if preparation.refusal is None:
@@ -267,9 +275,20 @@ class Planning:
                 if self._alike(made, tenants, room, recordings[0].collectives):
                     return finished(made)
 
-        first = recordings[0].collectives
+        return finished(self._within(room, problem, chosen))
+
+    def _within(self, room: int | None, problem: StepProblem, chosen: Chosen[Call]) -> StepPlan:
+        """The plan that takes no more than ``room`` bytes; None for no limit."""
+        first = problem.recordings[0].collectives
+
+        def planned(
+            demoted: Mapping[Any, AlgorithmName],
+        ) -> tuple[Plan, list[Demotable], StepPlan]:
+            made = problem.plan({}, demoted)
+            return made.plan, _demotables(made, chosen), made
+
         plan, made = within(room, planned, lambda _, made: self._taken(made, first))
-        return finished(evolve(made, plan=plan))
+        return evolve(made, plan=plan)
 
     def _tenants(self, recordings: Sequence[Recording]) -> dict[int, tuple[Buffer, ...]]:
         """Who ran meanwhile and can live in suballocations; the same on all ranks.
@@ -371,6 +390,11 @@ class Planning:
         Collective: yes, over all groups.
         """
         return self._agree(), self._choose([recording]).choices
+
+
+def _demotables(made: StepPlan, chosen: Chosen[Call]) -> list[Demotable]:
+    """What can be demoted in a plan."""
+    return demotables_of((p for stretch in made.stretches for p in stretch), chosen)
 
 
 def _needs(number: int, tenant: Tenant) -> tuple[Buffer, ...]:
