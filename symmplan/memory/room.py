@@ -11,6 +11,10 @@
     `symmplan.capture.fsdp_memory`. Elsewhere it is taken to be what they had at most. Where tensors
     come and go, the allocator loses bytes to fragments. So where the device is nearly full it keeps
     one part in `_FRAGMENTS` more than what will come and go; what is there between steps stays.
+
+    On a full device FSDP2's own buffers are the largest of these fragments: steps in which all of
+    them are placed retry allocations less often than those of FSDP2 alone, and steps in which some
+    are placed more often. So a plan that leaves nothing out may take the room for fragments, too.
 """
 
 from __future__ import annotations
@@ -53,11 +57,13 @@ class Room:
     Attributes:
         nbytes: All of them.
         at_once: Those that it may take before torch's allocator has given back what it has cached.
+        whole: Those that a plan may take which leaves out no collective.
         slack: As in `Usage`, of the ranks the least.
     """
 
     nbytes: int
     at_once: int = sys.maxsize
+    whole: int = sys.maxsize
     slack: tuple[int, ...] = ()
 
 
@@ -103,7 +109,7 @@ def _available() -> int:
     return next(found, sys.maxsize)
 
 
-def room_on(there: DeviceMemory, usage: Usage | None, *, below: bool) -> Room:
+def room_on(there: DeviceMemory, usage: Usage | None, *, below: bool, reserve: int = 0) -> Room:
     """Bytes of a device that a plan may take. See [Note: what the program had].
 
     Args:
@@ -111,16 +117,21 @@ def room_on(there: DeviceMemory, usage: Usage | None, *, below: bool) -> Room:
         usage: What the program had; None where that is not known, and it may need again as much as
             it had at most.
         below: Whether torch's allocator and the plan may not have more than the program had.
+        reserve: Bytes that something else will take before the plan does.
     """
     need = there.most_allocated if usage is None else usage.need
     fragments = max(0, need - there.allocated) // _FRAGMENTS
-    free = there.free + there.reserved - max(need, there.allocated) - fragments
+    unneeded = there.free + there.reserved - max(need, there.allocated)
+    free = unneeded - fragments - reserve
     nbytes = free - max(free // _MARGIN, LEFT)
+    whole = unneeded - max(reserve, LEFT)
     at_once = there.free - max(there.free // _MARGIN, LEFT)
     if usage is not None and below:
         nbytes = min(nbytes, usage.most - need)
+        whole = min(whole, usage.most - need)
         at_once = min(at_once, usage.most - there.reserved)
-    return Room(max(0, nbytes), max(0, at_once), () if usage is None else usage.slack)
+    slack = () if usage is None else usage.slack
+    return Room(max(0, nbytes), max(0, at_once), max(0, whole), slack)
 
 
 def agreed_room(
@@ -134,6 +145,7 @@ def agreed_room(
     besides: int = 0,
     usage: Usage | None = None,
     below: bool = False,
+    reserve: int = 0,
 ) -> Room:
     """Bytes that a plan may take: what was given, else what is free less a margin.
 
@@ -147,6 +159,7 @@ def agreed_room(
         besides: Bytes that other plans of the same budget hold already.
         usage: As for `room_on`.
         below: As for `room_on`.
+        reserve: As for `room_on`.
 
     Returns:
         The least of what the ranks have, also of those that meet through others. What this machine
@@ -156,7 +169,7 @@ def agreed_room(
     """
     there = device_memory(device)
     if there is not None:
-        mine = room_on(there, usage, below=below)
+        mine = room_on(there, usage, below=below, reserve=reserve)
     elif current() is not None:
         mine = Room(sys.maxsize - besides)
     else:
@@ -166,7 +179,7 @@ def agreed_room(
         mine = evolve(mine, nbytes=given)
     else:
         mine = evolve(mine, nbytes=besides + max(held, mine.nbytes))
-    nbytes, at_once, *slack = least(
-        "capacity", (mine.nbytes, mine.at_once, *mine.slack), groups, timeout
+    nbytes, at_once, whole, *slack = least(
+        "capacity", (mine.nbytes, mine.at_once, mine.whole, *mine.slack), groups, timeout
     )
-    return Room(nbytes, at_once, tuple(slack))
+    return Room(nbytes, at_once, whole, tuple(slack))

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from symmplan.coordination.exchange import PlanningWatch
     from symmplan.coordination.groups import Group
     from symmplan.memory import Arena
-    from symmplan.memory.room import Usage
+    from symmplan.memory.room import Room, Usage
     from symmplan.model import Plan, Problem
     from symmplan.runtime.options import Options
 
@@ -212,7 +212,8 @@ class Preparation:
         stays: int = 0,
         usage: Usage | None = None,
         below: bool = False,
-    ) -> int:
+        reserve: int = 0,
+    ) -> Room:
         """Bytes that a plan may take; equal on all ranks.
 
         Args:
@@ -224,6 +225,7 @@ class Preparation:
             stays: Bytes of the budget that stay taken and are not counted with it.
             usage: As for `symmplan.memory.room.room_on`.
             below: The same.
+            reserve: The same.
 
         Collective: yes, over those groups.
         """
@@ -238,9 +240,10 @@ class Preparation:
             besides=besides,
             usage=usage,
             below=below,
+            reserve=reserve,
         )
         self.at_once, self.slack = room.at_once, room.slack
-        return room.nbytes
+        return room
 
     def plan(self, captured: Captured) -> Plan:
         """A plan of a captured program, verified. Collective: no."""

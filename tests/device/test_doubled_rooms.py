@@ -15,6 +15,7 @@ from doubles.network import BYTES, RESTRICTED, WINDOW
 from ranks import pool_of
 
 import symmplan
+from symmplan.memory.room import Room
 from symmplan.process import PROCESS
 from symmplan.runtime.choice import NO_ROOM
 
@@ -71,7 +72,7 @@ def _measured(rank, world):
 
 
 def _full_later(rank, world, choose):
-    """Whether measuring is in vain for a plan that is made anew on a device that is full now."""
+    """To what a device that is full now limits a plan that is made anew."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
@@ -82,8 +83,8 @@ def _full_later(rank, world, choose):
     for _ in range(3):
         model(torch.full((4, 1024), float(rank))).square().mean().backward()
     planning = handle._runtime.planning
-    with mock.patch.object(planning._memory, "room", return_value=0):
-        found = handle.stats.placed > 0, planning._in_vain([], {}, {})
+    with mock.patch.object(planning._memory, "room", return_value=Room(0, 0, 0)):
+        found = handle.stats.placed > 0, planning._limited([], {}, {})
     handle.remove()
     return found
 
@@ -133,18 +134,23 @@ def test_what_cannot_be_registered_beside_the_cache_is_placed_without_it(two):
         assert cached == 0
 
 
-def _budgets(rank, world, capacities):
-    """Bytes of plans whose collectives were measured; pushes and copy engines were fastest."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-
+def _pushes_are_fastest():
+    """Measurements in which pushes and copy engines are."""
     from symmplan.runtime import trials
 
     def seconds_of(clock, acts, *_, **__):
         return {name: 1e-4 if name in ("push", "copy engine") else 5e-4 for name in acts}
 
+    return mock.patch.object(trials, "seconds_of", seconds_of)
+
+
+def _budgets(rank, world, capacities):
+    """Bytes of plans whose collectives were measured; pushes and copy engines were fastest."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
     found = []
-    with mock.patch.object(trials, "seconds_of", seconds_of):
+    with _pushes_are_fastest():
         for capacity in capacities:
             model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(3)))
             for module in (*model, model):
@@ -202,5 +208,28 @@ def test_a_measurement_takes_nothing_beside_what_the_allocator_has_cached(two):
 @pytest.mark.all_cases
 def test_what_was_placed_is_measured_where_the_device_is_full_later(two):
     """It takes nothing more, as its communicators and windows are there."""
-    assert two.run(on_devices, _full_later, "measure") == [(True, False)] * 2
-    assert two.run(on_devices, _full_later, "ordinary") == [(False, True)] * 2
+    assert two.run(on_devices, _full_later, "measure") == [(True, None)] * 2
+    assert two.run(on_devices, _full_later, "ordinary") == [(False, 0)] * 2
+
+
+def _limited(rank, world, room):
+    """A model that is planned in that room; pushes and copy engines are fastest."""
+    from symmplan.integrate.fsdp.memory import Memory
+
+    with _pushes_are_fastest(), mock.patch.object(Memory, "room", return_value=room):
+        return _trained(rank, world, "measure")[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+def test_on_a_full_device_a_plan_is_whole_or_there_is_none(two):
+    """Two modules are unsharded at a time, and gradients are pushed into bytes of those."""
+    whole = 2 * 4 * MiB
+    for stats in two.run(on_devices, _limited, Room(whole - 1, whole=whole)):
+        assert (stats.served, stats.plain, stats.segment_bytes) == (2 * 3 * 3, 0, whole)
+    for stats in two.run(on_devices, _limited, Room(whole - 1, whole=whole - 1)):
+        assert (stats.served, stats.plain, stats.segment_bytes) == (0, 2 * 3 * 3, 0)
+        assert [reason for reason, _ in stats.reasons] == [NO_ROOM]
+    for stats in two.run(on_devices, _limited, Room(1 << 30)):
+        assert (stats.served, stats.plain) == (2 * 3 * 3, 0)
+        assert stats.segment_bytes > whole

@@ -60,6 +60,19 @@ def test_a_plan_takes_what_the_program_had_and_no_more(device, below):
     assert room_on(there, None, below=True).nbytes <= unlimited.nbytes
 
 
+@given(devices(), st.integers(0, 1 << 30), st.booleans())
+def test_a_plan_that_leaves_nothing_out_may_take_what_fragments_had(device, reserve, below):
+    there, usage = device
+    found = room_on(there, usage, below=below, reserve=reserve)
+    assert found.nbytes <= found.whole
+    assert found.nbytes <= room_on(there, usage, below=below).nbytes
+    left = there.free + there.reserved - max(usage.need, there.allocated) - found.whole
+    if found.whole:
+        assert left >= max(reserve, 256 * MiB)
+        assert left == max(reserve, 256 * MiB) or found.whole == usage.most - usage.need
+        assert not below or usage.need + found.whole <= usage.most
+
+
 def test_what_the_plan_replaces_is_room_where_the_driver_has_none():
     there = DeviceMemory(300 * MiB, 1000 * MiB, 1000 * MiB, 200 * MiB, 864 * MiB)
     lost = (864 - 200) * MiB // 16

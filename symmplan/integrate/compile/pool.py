@@ -109,7 +109,7 @@ class Pool:
             def ask() -> int | None:
                 if self.preparation.refusal is not None:
                     return None
-                return self.preparation.room(memory, device, groups, besides=besides)
+                return self.preparation.room(memory, device, groups, besides=besides).nbytes
 
             room = self.preparation.attempt(ask, waits)
             if room is None:

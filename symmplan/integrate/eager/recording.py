@@ -285,7 +285,7 @@ class IterationRecording:
         fitting.choose()
         room = None
         if preparation.refusal is None:
-            room = preparation.room(lowerings.memory, device, groups)
+            room = preparation.room(lowerings.memory, device, groups).nbytes
         plan, captured = fitting.fit(room, preparation.plan)
         chosen = fitting.chosen
 

@@ -33,7 +33,7 @@ from symmplan.memory.beyond import counting
 from symmplan.memory.cache import fits
 from symmplan.memory.device_memory import device_memory, most_lately
 from symmplan.memory.held import bytes_beside
-from symmplan.memory.room import Usage
+from symmplan.memory.room import Room, Usage
 from symmplan.memory.streams import synchronize
 from symmplan.runtime.engines import known_of, register
 from symmplan.runtime.leases import Lease, Ledger, in_use, set_aside
@@ -285,11 +285,12 @@ class Memory:
             need, peak, slack = needed(recording, unsharded)
             self.usage = Usage(need, there.most_reserved + max(0, peak - self._most), slack)
 
-    def room(self, *, below: bool) -> int:
+    def room(self, *, below: bool, reserve: int = 0) -> Room:
         """How many bytes a plan may take; the same on all ranks.
 
         Args:
             below: Whether the program may have no more of its device than it had without a plan.
+            reserve: Bytes of the device that something else will take before.
 
         Collective: yes, over all groups.
         """
@@ -316,6 +317,7 @@ class Memory:
             stays=stays,
             usage=usage,
             below=below,
+            reserve=reserve,
         )
 
     def prepare(self, plan: Plan, by_engines: Collection[str]) -> tuple[Arena, int] | None:

@@ -81,6 +81,7 @@ class Planning:
         self.left = False
         self._kept: list[Recording] = []
         self._last: StepProblem | None = None
+        self._limit: int | None = None
 
     def make(self, recording: Recording) -> Schedule | None:
         """Plan what was recorded, besides what was planned before.
@@ -193,7 +194,8 @@ class Planning:
                 left_out[call] = why
             else:
                 cases[call] = known
-        if measures and cases and self._in_vain(recordings, cases, left_out):
+        self._limit = self._limited(recordings, cases, left_out) if measures and cases else None
+        if self._limit == 0:
             left_out |= dict.fromkeys(cases, NO_ROOM)
             cases = {}
         given = (cases, left_out, device, preparation)
@@ -201,37 +203,50 @@ class Planning:
         self.choices = tuple(dict.fromkeys((*self.choices, *chosen.choices)))
         return chosen
 
-    def _in_vain(
+    def _limited(
         self,
         recordings: Sequence[Recording],
         cases: Mapping[Call, Case],
         left_out: Mapping[Call, str],
-    ) -> bool:
-        """Whether a device has no room for any placement, or not for what measuring takes besides.
+    ) -> int | None:
+        """Bytes to which a full device limits the first plan that places anything.
 
-        Communicators and loaded kernels keep their bytes, so a full device would lack them. A
-        placement has room if one has where each collective takes as few bytes as it can. A model
-        that has segments was measured already.
+        See [Note: what the program had] in `symmplan.memory.room`: that plan leaves nothing out, so
+        each collective takes as few bytes as it can.
+
+        Returns:
+            None if the device is not full. 0 if no plan would place anything, or if it is full and
+            has no room for such a plan and what measuring takes: communicators and loaded kernels
+            keep their bytes, which the program would lack.
 
         Collective: yes, over all groups of the model, if it has no segments.
         """
         memory, given = self._memory, self._options.capacity is not None
         placed = memory.arena is not None and memory.arena.segment_bytes > 0
         if given or placed or device_memory(memory.device) is None:
-            return False
-        room = min(memory.room(below=self.live is None), memory.room(below=False) - LEFT)
-        if room <= 0:
-            return True
+            return None
+        free = memory.room(below=False, reserve=LEFT)
+        if not free.whole:
+            return 0
         ordinary = {call: Algorithm("ordinary", why) for call, why in left_out.items()}
         smallest = {call: Algorithm(smallest_of(case)) for call, case in cases.items()}
         chosen = Chosen({**ordinary, **smallest}, cases=cases)
+        problem, first = self._problem(recordings, chosen), recordings[0].collectives
+        room = memory.room(below=self.live is None)
 
-        def places() -> bool:
-            made = self._within(room, self._problem(recordings, chosen), chosen)
-            return any(p.buffer is not None for stretch in made.stretches for p in stretch)
+        def tried() -> tuple[int, bool]:
+            made = self._within(room.nbytes, problem, chosen)
+            budget = made.plan.budget
+            nbytes = self._taken(made, first) if budget is None else budget.wanted_bytes
+            return nbytes, any(p.buffer is not None for s in made.stretches for p in s)
 
-        mine = memory.preparation.attempt(places, memory.groups)
-        return not all_agree("places", mine, memory.groups, self._options.timeout)
+        whole, places = memory.preparation.attempt(tried, memory.groups)
+        timeout = self._options.timeout
+        if not all_agree("a whole plan", [whole, places], memory.groups, timeout):
+            return None
+        if whole <= free.nbytes:
+            return None if places else 0
+        return whole if whole <= room.whole else 0
 
     def _algorithm(
         self, chosen: Chosen[Call], gave: Mapping[Any, AlgorithmName], call: Call
@@ -269,7 +284,9 @@ class Planning:
         room = None
         if preparation.refusal is None:
             # Who asks for more modules with bytes asks for more bytes.
-            room = memory.room(below=self.live is None)
+            room = self._limit
+            if room is None:
+                room = memory.room(below=self.live is None).nbytes
             if tenants := self._tenants(recordings):
                 made = problem.plan(tenants, {})
                 if self._alike(made, tenants, room, recordings[0].collectives):
