@@ -30,7 +30,7 @@ CONSTANTS = frozenset(
     (
         *("frozenset", "tuple", "getattr", "get_args", "object", "nullcontext", "compile", "dtype"),
         *("Struct", "pack", "Path", "slice", "bytes", "partial", "getLogger", "TypeVar"),
-        *("comm_bases", "note"),
+        *("comm_bases", "note", "attrgetter"),
     )
 )
 #: Methods that change what they are called on.

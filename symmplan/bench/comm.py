@@ -194,7 +194,7 @@ def fsdp_choices(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     assert group is not None
     memory = Memory(Options(choose="measure"))
     memory.groups[group_name(group)] = group
-    memory.expect(timing.device_of(settings, rank))
+    memory.arrive(timing.device_of(settings, rank), None, planned=False)
     dtype = getattr(torch, settings["dtype"])
     recording = Recording()
     for kind in ("all_gather", "reduce_scatter"):

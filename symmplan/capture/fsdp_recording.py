@@ -28,6 +28,12 @@ class Key:
     numel: int  # elements of the all-gather's output, or of the reduce-scatter's input
     dtype: str  # element type, by its name in torch: ``"float32"``
     backward: bool  # whether autograd was running
+    #: Whether it belongs to a backward pass; FSDP2 may reduce after it.
+    of_backward: bool = field(init=False, eq=False, repr=False)
+
+    @of_backward.default
+    def _of_backward(self) -> bool:
+        return self.backward or self.kind == "reduce_scatter"
 
     @property
     def nbytes(self) -> int:
@@ -36,11 +42,6 @@ class Key:
 
         dtype: torch.dtype = getattr(torch, self.dtype)
         return self.numel * dtype.itemsize
-
-    @property
-    def of_backward(self) -> bool:
-        """Whether it belongs to a backward pass; FSDP2 may reduce after it."""
-        return self.backward or self.kind == "reduce_scatter"
 
 
 @frozen

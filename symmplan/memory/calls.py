@@ -187,10 +187,15 @@ class OpCall:
             segment=self.segment.spec.name,
         )
 
+    @property
+    def others(self) -> list[torch.Tensor]:
+        """The segment on the other ranks; no two ranks begin with the same one."""
+        return [self.peers[(self.rank + shift) % self.size] for shift in range(1, self.size)]
+
     def push(self, start: int, source: torch.Tensor, nbytes: int) -> None:
-        """Copy ``source`` to byte ``start`` of the others; no two ranks begin with the same one."""
-        for shift in range(1, self.size):
-            copy_bytes(self.peers[(self.rank + shift) % self.size], start, source, nbytes)
+        """Copy ``source`` to byte ``start`` of the others."""
+        for other in self.others:
+            copy_bytes(other, start, source, nbytes)
 
     def check_inside(
         self, tensor: torch.Tensor, where: str, offset: int, segment: Segment | None = None

@@ -24,9 +24,9 @@ from symmplan.memory.races import touch, touch_bytes
 from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["REDUCTIONS", "as_bytes", "copy_bytes", "plain", "reduce_into", "scratch_of"]
+__all__ = ["REDUCTIONS", "as_bytes", "copies", "copy_bytes", "plain", "reduce_into", "scratch_of"]
 __all__ += ["select_rows", "word_of"]
 
 _CHUNK = 256 * 1024  # bytes
@@ -80,6 +80,31 @@ def copy_bytes(target: torch.Tensor, start: int, source: torch.Tensor, nbytes: i
         ctypes.memmove(target.data_ptr() + start, source.data_ptr(), nbytes)
     else:
         target[start : start + nbytes].copy_(as_bytes(source))
+
+
+def copies(
+    pieces: Iterable[tuple[torch.Tensor, int, torch.Tensor, int]],
+) -> Callable[[], None]:
+    """What copies several tensors as `copy_bytes` does, again and again where they are now."""
+    small, large = [], []
+    keeps = list(pieces)
+    for target, start, source, nbytes in keeps:
+        if nbytes <= _SMALL and target.is_cpu and source.is_cpu:
+            small.append((target.data_ptr() + start, source.data_ptr(), nbytes))
+        else:
+            large.append((target[start : start + nbytes], as_bytes(source)))
+
+    def run() -> None:
+        if PROCESS.detectors:
+            for target, start, source, nbytes in keeps:
+                copy_bytes(target, start, source, nbytes)
+            return
+        for there, here, nbytes in small:
+            ctypes.memmove(there, here, nbytes)
+        for part, source in large:
+            part.copy_(source)
+
+    return run
 
 
 def select_rows(

@@ -45,7 +45,7 @@ import torch
 
 from symmplan.errors import RunError
 from symmplan.memory.calls import OpCall, parts_of
-from symmplan.memory.kernels import as_bytes, copy_bytes, plain, reduce_into
+from symmplan.memory.kernels import as_bytes, copies, copy_bytes, plain, reduce_into
 from symmplan.memory.segment import locate
 from symmplan.memory.two_levels import gather_parts, reduce_parts, reduce_shares
 from symmplan.torch_private import c10d
@@ -140,14 +140,18 @@ def all_gather_parts_(
         )
 
     begins = [(offset + call.rank * count, count) for offset, count in pieces]
-    mine = [(call.offset + begin, whole[begin : begin + n], n) for begin, n in begins]
+    others = call.others if call.levels is None else []
+    pushes = copies(
+        (other, call.offset + begin, whole[begin : begin + count], count)
+        for begin, count in begins
+        for other in others
+    )
 
     def body(_: object) -> None:
         if call.levels is not None:
             gather_parts(call, call.levels, [(call.offset + o, n) for o, n in pieces])
             return
-        for part in mine:
-            call.push(*part)
+        pushes()
 
     kind = f"parts {pieces} {what}"
     return call.running(body, kind, site=what, out_offset=call.offset, nbytes=sum(nbytes))

@@ -110,16 +110,15 @@ def dtype_of_gradients(group: Any) -> Any:
     # In newer torch (2.15) a group's parameters may differ in that, and each says its own.
     dtypes = {getattr(p, "sharded_grad_dtype", dtype) for p in group.fsdp_params}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    more = (
-        getattr(group, "_is_hsdp", True),
-        getattr(group, "_all_reduce_hook", True),
-        getattr(group, "force_sum_reduction_for_comms", True),
-        any(
-            p.sharded_param.requires_grad and getattr(p.sharded_param, "grad_dtype", dtype) != dtype
-            for p in group.fsdp_params
-        ),
-    )
-    return None if any(more) else dtype
+    if (
+        getattr(group, "_is_hsdp", True)
+        or getattr(group, "_all_reduce_hook", True)
+        or getattr(group, "force_sum_reduction_for_comms", True)
+    ):
+        return None
+    weights = [p.sharded_param for p in group.fsdp_params]
+    asked = {getattr(w, "grad_dtype", dtype) for w in weights if w.requires_grad}
+    return dtype if asked <= {dtype} else None
 
 
 def gradients_at(group: Any, numel: int, dtype: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,10 @@ def has_torchs_methods(group: Any) -> bool:
     return all(name.startswith("torch.distributed.fsdp.") for name in names)
 
 
+#: Those of a class.
+_methods: Callable[[type], tuple[Any, ...]] = attrgetter(*REPLACED)
+
+
 class Methods:
     """Other methods of a parameter group, as attributes of the object, and those it had.
 
@@ -46,7 +51,7 @@ class Methods:
     def __init__(self, group: Any, ours: Sequence[Callable[..., None]]) -> None:
         self._group = group
         self._before = {name: group.__dict__.get(name) for name in REPLACED}
-        self._of_class = self._now()
+        self._of_class = _methods(type(group))
         for name, method in zip(REPLACED, ours, strict=True):
             setattr(group, name, method)
 
@@ -60,7 +65,7 @@ class Methods:
 
     def unchanged(self) -> bool:
         """Whether the class's methods are those that it had when they were replaced."""
-        return self._now() == self._of_class
+        return _methods(type(self._group)) == self._of_class
 
     def put_back(self) -> None:
         """Give FSDP2 its own methods back."""
@@ -69,28 +74,20 @@ class Methods:
             if before is not None:
                 setattr(self._group, name, before)
 
-    def _now(self) -> list[Any]:
-        return [getattr(type(self._group), name) for name in REPLACED]
 
+# These are asked in each gather, several times, so they make no Python call.
 
-def group_of(group: Any) -> Any:
-    """The process group over which a parameter group is gathered."""
-    return group._all_gather_process_group
-
-
-def result_of(group: Any) -> Any:
-    """What FSDP2 keeps of a gather that is not yet waited for; None if there is none."""
-    return group._all_gather_result
+#: The process group over which a parameter group is gathered.
+group_of: Callable[[Any], Any] = attrgetter("_all_gather_process_group")
+#: What FSDP2 keeps of a gather that is not yet waited for; None if there is none.
+result_of: Callable[[Any], Any] = attrgetter("_all_gather_result")
+#: What a parameter group does: ``IDLE``, ``FORWARD``, ``PRE_BACKWARD``, ``POST_BACKWARD``.
+state_name: Callable[[Any], str] = attrgetter("_training_state._name_")
 
 
 def set_result(group: Any, result: Any) -> None:
     """Let FSDP2 know of a gather that was started; None: of none."""
     group._all_gather_result = result
-
-
-def state_name(group: Any) -> str:
-    """What a parameter group does: ``IDLE``, ``FORWARD``, ``PRE_BACKWARD``, ``POST_BACKWARD``."""
-    return str(group._training_state.name)
 
 
 def gather_streams(group: Any, *, async_op: bool) -> tuple[Any, Any]:
@@ -109,7 +106,7 @@ def has_unsharded(group: Any) -> None:
 def release_gather(group: Any) -> None:
     """Let go of the flat all-gather that FSDP2 keeps until the next one has been waited for."""
     context = group.comm_ctx
-    if group._training_state.name != "FORWARD":
+    if state_name(group) != "FORWARD":
         return
     release = getattr(context, "release_all_gather_state_for_comm_reuse", None)
     if release is not None:
@@ -231,7 +228,9 @@ def give_storages(parameter: Any, storages: Sequence[torch.Tensor]) -> None:
     moves = [] if own is None else zip(parameter.all_gather_outputs, storages, strict=True)
     moved = [(tensor, new) for old, new in moves for tensor in lie_in(tensors, old)]
     parameter.all_gather_outputs = list(storages)
-    parameter.free_unsharded_param = functools.partial(_free_inner, parameter)
+    parameter.free_unsharded_param = _NOTHING
+    if has_own_gather(parameter):
+        parameter.free_unsharded_param = functools.partial(_free_inner, parameter)
     # What does not move may be of any mode, as a scale that was computed in an evaluation.
     kinds = [] if own is None else [own, *(tensor for tensor, _ in moved)]
     if kinds and not any(tensor.is_inference() for tensor in kinds):
@@ -244,6 +243,9 @@ def give_storages(parameter: Any, storages: Sequence[torch.Tensor]) -> None:
     if not has_own_gather(parameter):  # which makes it when it sees what was gathered
         parameter.init_unsharded_param()
 
+
+#: What FSDP2 calls for each parameter of a module that it reshards; it makes no Python call.
+_NOTHING = bool
 
 #: What FSDP2 gathers a parameter into, and the tensors there with views of them that need no bytes.
 Emptied = tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]

@@ -60,7 +60,7 @@ ASKED = {
 #: the name that it is reached by, and by the text that indexes it.
 AGREED = {
     "the plan, and what was agreed with it": """
-        .view _arenas.memory _arenas.segments _places.get _views.get algorithm.reason
+        .view _pushes.values _arenas.memory _arenas.segments _places.get _views.get algorithm.reason
         BACKENDS.collectives bisect_left c.carried c.received engines.get groups.rank
         layout.counts Layout.counts layout.offsets layout.parts Memory._arenas
         Memory._pushes Memory.groups other.begin other.end other.storage p
@@ -81,25 +81,25 @@ AGREED = {
         parameter.param_dtype torch.uint8
     """,
     "the program's calls, and what was counted of them": """
-        .dtype .element_size .numel .shape _ends.before _ends.trained _Planned._kind
+        .dtype .element_size .numel .shape _keys.get _ends.before _ends.trained _Planned._kind
         _Planned._plain_buffer _Planned._site _recorder.log _unsharded.pop
         _unsharded.values again async_op autograd.in_backward c.buffer c10d.group_name
         exchanges factor_of g.to gathers input_tensor Key key.kind log.ran math.prod
         memory.captured op output_tensor PlannedAllGather._site PlannedAllGather._slot
         PlannedReduceScatter._plain_buffer PlannedReduceScatter._site
-        PlannedReduceScatter._slot Pushes._last Pushes._unmet Runtime._arrived
-        Runtime._lacking Runtime._modules Runtime._tries Runtime._waiting scatters
+        PlannedReduceScatter._slot Pushes._last Pushes.unmet pushes.unmet Runtime._arrived
+        Runtime._outside Runtime._lacking Runtime._modules Runtime._tries Runtime._waiting scatters
         Schedule._next slot.base slot.flat slot.log slot.served str.removeprefix target
     """,
     "FSDP2's own state, which its calls alone change": """
-        _group.is_unsharded Asked asked.shards fsdp2_in_place.group_of
+        Asked asked.shards fsdp2_in_place.group_of
         fsdp2_in_place.flat_shards fsdp2_in_place.result_of fsdp2_in_place.shard_of
         fsdp2_in_place.state_name Gathered group.fsdp_params group.is_sharded
         group.is_unsharded group.unshard_in_backward PlannedReduceScatter._group
-        ZeroCopyUnshard._group
+        ZeroCopyUnshard._group ZeroCopyUnshard._looked ZeroCopyUnshard._named
     """,
     "where the program runs": """
-        _device.is_accelerator device_of executor.serves Memory._device Pushes._stream
+        _device.is_accelerator memory.facade executor.serves Memory._device Pushes._stream
         tensor.is_cpu
     """,
     "methods that the program gave FSDP2's class": "_methods.unchanged",
@@ -147,6 +147,8 @@ LOCAL = {
     "new_empty": {"otherwise": "the same"},
     "dtype_of_gradients": {"allocate": "the type in which sums are written"},
     "checking": {"runs_plainly": "the same collective, observed or not"},
+    "launched": {"open": "the same collective, observed or not"},
+    "looks": dict.fromkeys(("arrive", "open", "to_sharded"), "writes down what the device has"),
     "is_capturing": {"arrive": "raises, or plans later"},
 }
 

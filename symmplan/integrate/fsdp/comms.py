@@ -47,6 +47,7 @@ class _Planned:
         self._site = site
         self._plain = plain
         self._slot: Slot | None = None
+        self._keys: dict[Any, Key] = {}
         # The buffer of a collective that runs as without a plan, held weakly.
         self._plain_buffer: Any = None
 
@@ -54,9 +55,7 @@ class _Planned:
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """The buffer of the next collective, of ``size`` elements."""
-        numel = math.prod(int(extent) for extent in size)
-        name = str(dtype).removeprefix("torch.")
-        key = Key(self._site, self._kind, numel, name, autograd.in_backward())
+        key = self._key(tuple(size), dtype)
         self._plain_buffer = None
         if self._runtime.runs_plainly(key, device):
             buffer = self._plain.allocate(size, dtype=dtype, device=device)
@@ -71,6 +70,16 @@ class _Planned:
         if self._kind == "reduce_scatter":
             fsdp2.take_copy_in(buffer, self._slot.accept)
         return buffer
+
+    def _key(self, size: tuple[int, ...], dtype: torch.dtype) -> Key:
+        """By what the next collective is recognised."""
+        backward = autograd.in_backward()
+        key = self._keys.get((size, dtype, backward))
+        if key is None:
+            numel, name = math.prod(map(int, size)), str(dtype).removeprefix("torch.")
+            key = Key(self._site, self._kind, numel, name, backward)
+            self._keys[size, dtype, backward] = key
+        return key
 
     def _runs_plainly(self) -> bool:
         """Whether the collective that is called now runs as without a plan; asked once."""

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
     from symmplan.capture.fsdp_recording import Call, Recording
+    from symmplan.device import Device
     from symmplan.integrate.fsdp.schedule import ScheduledCollective
     from symmplan.memory import Arena
     from symmplan.model import Algorithm, Placement, Plan
@@ -72,6 +73,8 @@ class Memory:
         recording: What is being recorded.
         usage: What the program had before the first plan; None before, and where nobody looks.
         looked: The recording by which that is known.
+        looks: Whether `look` still writes anything down.
+        facade: The device's.
     """
 
     def __init__(self, options: Options) -> None:
@@ -85,6 +88,8 @@ class Memory:
         self.preparation = Preparation(options, "symmplan.fsdp", "FSDP2")
         self.usage: Usage | None = None
         self.looked: Recording | None = None
+        self.looks = True
+        self.facade: Device | None = None
         self.recording: Recording | None = None
         self._most = 0
         self._options = options
@@ -127,15 +132,30 @@ class Memory:
         assert self._device is not None
         return self._device
 
-    def expect(self, device: torch.device) -> None:
-        """A buffer must lie on ``device``.
+    def arrive(self, device: torch.device, recording: Recording | None, *, planned: bool) -> None:
+        """The program comes to a collective whose buffer must lie on ``device``.
+
+        Args:
+            device: Where.
+            recording: Where the collective is recorded; None if it is not.
+            planned: Whether a plan may have been made that places anything.
 
         Raises:
-            CaptureError: Others lie elsewhere.
+            CaptureError: Other buffers lie elsewhere.
+
+        Collective: yes, over the groups of which a reduction failed before its meeting.
         """
+        self.recording = recording
         if self._device is None:
-            self._device = device
-        elif self._device != device:
+            self._device, self.facade = device, device_of(device)
+        if planned:
+            if self.looks:
+                self.look()
+            # The ranks meet where a reduction failed between its push and its meeting.
+            for pushes in self._pushes.values():
+                if pushes.unmet:
+                    pushes.meet()
+        if self._device != device:
             raise CaptureError(
                 "FSDP modules of one model are on different devices",
                 expected=self._device,
@@ -226,14 +246,6 @@ class Memory:
             self._pushes[group] = Pushes(peers, synchronizes, rank, self.device)
         return self._pushes[group]
 
-    def meet(self) -> None:
-        """The ranks meet where a reduction failed between its push and its meeting.
-
-        Collective: yes, over the groups of which one did.
-        """
-        for pushes in self._pushes.values():
-            pushes.meet()
-
     # Segments.
 
     def look(self, *, own: bool = False) -> None:
@@ -247,6 +259,7 @@ class Memory:
         recording = self.recording
         if self.usage is None and recording is not None:
             there = device_memory(self.device)
+            self.looks = there is not None
             if there is not None:
                 most = most_lately(there, self._most, self)
                 if not recording.moments:
@@ -282,6 +295,7 @@ class Memory:
                 self.recording = recording
                 self.look()
             self.looked = recording
+            self.looks = False
             need, peak, slack = needed(recording, unsharded)
             self.usage = Usage(need, there.most_reserved + max(0, peak - self._most), slack)
 

@@ -32,6 +32,7 @@ directly.
 from __future__ import annotations
 
 import contextlib
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -67,6 +68,9 @@ class Pushes:
         meeting: How these ranks meet.
         rank: This one.
         device: Where the gradients lie.
+
+    Attributes:
+        unmet: Whether a reduction has pushed, or begun to, and did not come to its meeting yet.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class Pushes:
         self._device = device_of(device)
         self._stream = self._device.new_stream()
         self._last: Placement | None = None
-        self._unmet = False
+        self.unmet = False
         # A shared slot that was not summed yet, and what is pushed late.
         self._shared: Placement | None = None
         self._late: Callable[[], None] | None = None
@@ -125,8 +129,8 @@ class Pushes:
         its meeting.
         """
         shared = take is not None
-        again = shared or self._unmet or self._last == slot
-        self._last, self._unmet = slot, True
+        again = shared or self.unmet or self._last == slot
+        self._last, self.unmet = slot, True
         # Where there is no room for that, the copies cast.
         with contextlib.suppress(torch.OutOfMemoryError):
             gradients = [g.to(travels) for g in gradients] if fits else gradients
@@ -163,11 +167,11 @@ class Pushes:
 
         Collective: then.
         """
-        if self._shared is None or not self._unmet:
+        if self._shared is None or not self.unmet:
             return
         with self._aside():
             self._meeting.enter(_FAILED)
-        self._unmet, self._shared, self._kept = False, None, ()
+        self.unmet, self._shared, self._kept = False, None, ()
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
@@ -217,7 +221,7 @@ class Pushes:
         def act() -> Literal[True] | None:
             with self._aside():
                 all_fit = self._all_fit()
-                self._unmet, self._met = False, self._marked()
+                self.unmet, self._met = False, self._marked()
                 if all_fit:
                     self._sum(output.view(-1), factor, rounded, add=add)
                 self._summed = self._marked()
@@ -240,7 +244,7 @@ class Pushes:
             self._meeting.enter(self._call, site=self._site)
             return True
         self._meeting.enter(self._call, [self._fits], self._site)
-        return all(words[0] for words in self._meeting.free_words())
+        return all(map(itemgetter(0), self._meeting.free_words()))
 
     def _sum(self, total: torch.Tensor, factor: float, rounded: torch.dtype, *, add: bool) -> None:
         gradients, self._gradients = self._gradients, []

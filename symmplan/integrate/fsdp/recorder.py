@@ -81,7 +81,7 @@ class StepRecorder:
         log = self.log
         if log is None:
             return None, 0
-        if key.kind == "all_gather":
+        if key.kind == "all_gather" and key.site in self._last:
             self.released(key.site)  # FSDP2 has forgotten a gather that it did not wait for
         if len(log.collectives) >= _LONGEST:
             self.log = None

@@ -13,7 +13,6 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from symmplan.coordination.own import own_work
-from symmplan.device import device_of
 from symmplan.errors import CaptureError, RunError
 from symmplan.integrate.fsdp import reasons
 from symmplan.integrate.fsdp.lacking import Lacking
@@ -132,10 +131,11 @@ class Runtime:
             base = plain() if lease is None else self.memory.at(place, dtype)
         slot = Slot(key, base, plain, scheduled=scheduled, lease=lease, send=send)
         slot.pushed, slot.take_shared = send is not None, shared
-        slot.expected = self.expected(key, scheduled)
+        if PROCESS.launched is not None:
+            slot.expected = self.expected(key, scheduled)
         nbytes, outside = key.numel * dtype.itemsize, self._outside
         slot.log, slot.index = self._recorder.begin(key, nbytes, outside=outside)
-        if slot.log is not None:
+        if slot.log is not None and self.memory.looks:
             self.memory.look(own=True)
         if slot.pushed:
             return base.expand(key.numel), slot
@@ -151,12 +151,9 @@ class Runtime:
 
         Collective: at the end of the first step yes, else no.
         """
-        self.memory.expect(device)
-        self.memory.recording = self._recorder.log
-        if not self.idle:
-            self.memory.look()
-            self.memory.meet()
-        captured = device_of(device).is_capturing()
+        self.memory.arrive(device, self._recorder.log, planned=not self.idle)
+        facade = self.memory.facade
+        captured = facade is not None and facade.is_capturing()
         if captured and self.schedule is None:
             raise RunError(
                 "a CUDA graph is being captured before FSDP2's collectives are planned",
@@ -190,17 +187,20 @@ class Runtime:
         self._arrived = None
         if others:
             self.reasons[reasons.CROWDED] += 1
-        if unshard.asked is not None and self.planning.live is None:
+        asked, outside = unshard.asked, self._outside
+        if asked is not None:
+            outside = unshard.outside
+        if asked is not None and self.planning.live is None:
             if not others:
                 self.reasons[reasons.PUT_OFF] += 1
-            others = [*others, *unshard.asked.crowding]
+            others = [*others, *asked.crowding]
         for site in others:
             self._lacking.note(reasons.CROWDED, unshard.site, site)
         self._unsharded[unshard.site] = unshard
         self._follow(key)
         self._ends.ran(key)
         self.counts["served"] += 1
-        self._recorder.gathered(key, unshard.group, outside=unshard.outside)
+        self._recorder.gathered(key, unshard.group, outside=outside)
 
     def unsharding(self, site: str) -> AbstractContextManager[None]:
         """FSDP2 waits inside for a gather, and copies it into parameters of its own."""
@@ -248,7 +248,7 @@ class Runtime:
 
     def expected(self, key: Key, scheduled: ScheduledCollective | None = None) -> Expected | None:
         """How a collective is to run; None if no check is running, or it is not planned."""
-        known = self.schedule if checking() else None
+        known = None if PROCESS.launched is None else self.schedule
         return None if known is None else known.expected(key, self.memory.name, scheduled)
 
     def run(

@@ -76,6 +76,9 @@ class ZeroCopyUnshard:
         self._lease: Lease | None = None
         self._looked = False
         self._kept: Callable[[], None] | None = None
+        self._keys: dict[bool, Key] = {}
+        # The process group that gathered last, and its name.
+        self._named: tuple[Any, str] = (None, "")
         self._shown = f"FSDP::all_gather ({site})"  # FSDP2's name for it
         own = (self.unshard, self.wait_for_unshard, self.to_sharded)
         self._methods = fsdp2_in_place.Methods(group, own)
@@ -88,7 +91,10 @@ class ZeroCopyUnshard:
     @property
     def group(self) -> str:
         """Name of the process group that gathers."""
-        return c10d.group_name(fsdp2_in_place.group_of(self._group))
+        group = fsdp2_in_place.group_of(self._group)
+        if group is not self._named[0]:
+            self._named = group, c10d.group_name(group)
+        return self._named[1]
 
     def settle(self, storage: ParameterStorage | None, *, kept: bool) -> None:
         """From now on the parameters live there; None: where FSDP2 puts them.
@@ -109,7 +115,8 @@ class ZeroCopyUnshard:
         Collective: yes.
         """
         group = self._group
-        self._look()
+        if not self._looked:
+            self._look()
         before = fsdp2_in_place.state_name(group) == "PRE_BACKWARD"
         there = self.has_bytes or (before and not group.unshard_in_backward)
         if self.storage is not None and not there and not self._methods.unchanged():
@@ -121,7 +128,7 @@ class ZeroCopyUnshard:
             return
         if there:
             return
-        if self.asked is not None:
+        if isinstance(fsdp2_in_place.result_of(group), Asked):
             self.start_early()
             return
         key = self.key(backward=autograd.in_backward())
@@ -158,19 +165,22 @@ class ZeroCopyUnshard:
         Collective: where the gather was put off.
         """
         group, storage = self._group, self.storage
-        if storage is not None and self.asked is not None:
+        result = fsdp2_in_place.result_of(group)
+        if storage is not None and isinstance(result, Asked):
             key = self.key(backward=autograd.in_backward())
             others = self._runtime.crowding(self)
             self._start(key, storage, self._streams(async_op=False), others)
-        result = fsdp2_in_place.result_of(group)
+            result = fsdp2_in_place.result_of(group)
         if storage is None and self._runtime.idle:
             self._methods.call_own(fsdp2_in_place.WAIT)
-            self._look()
+            if not self._looked:
+                self._look()
             return
         if storage is None or not (result is None or isinstance(result, Gathered)):
             with self._runtime.unsharding(self.site):
                 self._methods.call_own(fsdp2_in_place.WAIT)
-            self._look()
+            if not self._looked:
+                self._look()
             return
         if result is None:
             in_backward = fsdp2_in_place.state_name(group) == "PRE_BACKWARD"
@@ -197,7 +207,8 @@ class ZeroCopyUnshard:
             return
         group = self._group
         was = group.is_sharded
-        self._runtime.memory.look()
+        if self._runtime.memory.looks:
+            self._runtime.memory.look()
         self._methods.call_own(fsdp2_in_place.TO_SHARDED)
         if not was:
             self._let_go(after_forward=fsdp2_in_place.state_name(group) == "FORWARD")
@@ -206,15 +217,21 @@ class ZeroCopyUnshard:
 
     def key(self, *, backward: bool) -> Key:
         """By what its gather is recognised."""
-        assert self.layout is not None
-        return self.layout.key(self.site, backward=backward)
+        key = self._keys.get(backward)
+        if key is None:
+            assert self.layout is not None
+            key = self._keys[backward] = self.layout.key(self.site, backward=backward)
+        return key
 
     @property
     def has_bytes(self) -> bool:
         """Whether FSDP2 has gathered the parameters, or begun to, and has not released them."""
         # FSDP2 forgets a prefetch that missed its target when the backward pass ends.
-        result = fsdp2_in_place.result_of(self._group)
-        return self._group.is_unsharded or not (result is None or isinstance(result, Asked))
+        group = self._group
+        if group.is_unsharded:
+            return True
+        result = fsdp2_in_place.result_of(group)
+        return not (result is None or isinstance(result, Asked))
 
     @property
     def asked(self) -> Asked | None:
@@ -295,14 +312,13 @@ class ZeroCopyUnshard:
         self._methods.put_back()
 
     def _look(self) -> None:
-        if self._looked:
-            return
         found: Layout | str | None = OTHERS
         if self._methods.unchanged() and fsdp2_in_place.has_torchs_methods(self._group):
             found = layout_of(self._group)
         self._looked = found is not None
         planning = self._runtime.planning
         if isinstance(found, Layout):
+            self._keys = {}
             self.layout = planning.layouts[self.site] = found
         elif found is not None:
             planning.flat[self.site] = found
@@ -392,8 +408,9 @@ class ZeroCopyUnshard:
             if lease is not None:
                 storage.users.take(storage.begin, storage.end, lease)
 
-        asked = self.asked
-        shards, copied = (None, None) if asked is None else (asked.shards, asked.copied)
+        asked = fsdp2_in_place.result_of(self._group)
+        waited = isinstance(asked, Asked)
+        shards, copied = (asked.shards, asked.copied) if waited else (None, None)
         with torch.no_grad(), autograd.shown(self._shown):
             if not self._device.is_accelerator:
                 shards = shards or self._shards()
