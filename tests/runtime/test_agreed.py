@@ -70,9 +70,10 @@ AGREED = {
         planning.unshards Pushes Pushes._peers Runtime.counts.replans _runtime.idle
         Runtime.idle Runtime.memory Runtime.schedule Schedule._bounds
         Schedule.collectives schedule.places_nothing scheduled.algorithm scheduled.call
-        scheduled.place scheduled.received scheduled.zero_copy ScheduledCollective.place
+        scheduled.place scheduled.received scheduled.zero_copy
         segment.begin segment.meeting segment.peers segment.tensor slot.index
-        slot.scheduled slot.take_shared unshard.site unshard.storage
+        scheduled.pushed slot.pushed _slot.pushed slot.offset slot.scheduled
+        slot.take_shared unshard.site unshard.storage
         ZeroCopyUnshard.layout ZeroCopyUnshard.site ZeroCopyUnshard.storage
     """,
     "types and sizes of parameters, and of what their own tensors give to a gather": """
@@ -88,7 +89,7 @@ AGREED = {
         memory.captured op output_tensor PlannedAllGather._site PlannedAllGather._slot
         PlannedReduceScatter._plain_buffer PlannedReduceScatter._site
         PlannedReduceScatter._slot Pushes._last Pushes.unmet pushes.unmet Runtime._arrived
-        Runtime._outside Runtime._lacking Runtime._modules Runtime._tries Runtime._waiting scatters
+        note _calls.get Runtime._lacking Runtime._modules Runtime._tries Runtime._waiting scatters
         Schedule._next slot.base slot.flat slot.log slot.served str.removeprefix target
     """,
     "FSDP2's own state, which its calls alone change": """
@@ -99,7 +100,7 @@ AGREED = {
         ZeroCopyUnshard._group ZeroCopyUnshard._looked ZeroCopyUnshard._named
     """,
     "where the program runs": """
-        _device.is_accelerator memory.facade executor.serves Memory._device Pushes._stream
+        _device.is_accelerator executor.serves Memory._device Pushes._stream
         tensor.is_cpu
     """,
     "methods that the program gave FSDP2's class": "_methods.unchanged",

@@ -119,11 +119,17 @@ class ParameterStorage:
 
     def give_room(self) -> bool:
         """Let whoever can leave these bytes, on this rank; whether they are free then."""
-        _, stay = self.users.give_room(self.begin, self.end)
+        users = self.users
+        if not users.holders(self.begin, self.end):
+            return True
+        _, stay = users.give_room(self.begin, self.end)
         return not stay
 
     def fill(self, shards: Sequence[torch.Tensor]) -> None:
         """Cast shards into this rank's parts, those of a type in one kernel where torch has it."""
+        if len(self._casts) == 1:
+            dispatch.copy_each(self._parts, [*shards])
+            return
         for parts, at in self._casts:
             dispatch.copy_each(parts, [shards[i] for i in at])
 

@@ -98,6 +98,7 @@ class Pushes:
         self._sent: _Sent | None = None
         # What the ranks compare when they meet; in shared memory what they reduce otherwise.
         self._call, self._site = b"", ""
+        self._calls: dict[Any, bytes] = {}
         self._kept: tuple[torch.Tensor, ...] = ()
         self._fits = True
 
@@ -133,23 +134,28 @@ class Pushes:
         self._last, self.unmet = slot, True
         # Where there is no room for that, the copies cast.
         with contextlib.suppress(torch.OutOfMemoryError):
-            gradients = [g.to(travels) for g in gradients] if fits else gradients
+            if fits:
+                gradients = [g if g.dtype == travels else g.to(travels) for g in gradients]
         self._shared = slot if shared else None
         kept = tuple(gradients)  # FSDP2 forgets those of its list
         self._kept, self._fits = kept if self._stream is None else (), fits
-        self._site = site
-        self._call = note(
-            "reduce_scatter_out",
-            f"push {site} {travels}",
-            in_offset=slot.offset,
-            nbytes=sum([g.numel() for g in kept]) * travels.itemsize,
-        )
+        self._site, shapes = site, tuple([g.shape for g in kept])
+        call = self._calls.get((site, slot, travels, shapes))
+        if call is None:
+            call = note(
+                "reduce_scatter_out",
+                f"push {site} {travels}",
+                in_offset=slot.offset,
+                nbytes=sum(shape.numel() for shape in shapes) * travels.itemsize,
+            )
+            self._calls[site, slot, travels, shapes] = call
+        self._call = call
 
         def push() -> None:
             if again:
                 self._meeting.enter(self._call, site=self._site)
             if fits:
-                self._copy(kept, slot, travels)
+                self._copy(kept, shapes, slot, travels)
 
         stream = self._stream
         if stream is not None:
@@ -235,8 +241,9 @@ class Pushes:
 
     def _marked(self) -> list[Mark]:
         """All that the current stream has queued; nothing on the CPU."""
-        stream = self._device.current_stream()
-        return [] if stream is None else [mark(stream.record_event(), self._device)]
+        if self._stream is None:
+            return []
+        return [mark(self._device.current_stream().record_event(), self._device)]
 
     def _all_fit(self) -> bool:
         """Whether all ranks, which meet, have pushed. Collective: yes."""
@@ -255,8 +262,13 @@ class Pushes:
             return
         sum_parts(sent.rows, sent.own, gradients, total, factor, rounded, add=add)
 
-    def _copy(self, gradients: Sequence[torch.Tensor], slot: Placement, dtype: torch.dtype) -> None:
-        shapes = tuple([g.shape for g in gradients])
+    def _copy(
+        self,
+        gradients: Sequence[torch.Tensor],
+        shapes: Sequence[torch.Size],
+        slot: Placement,
+        dtype: torch.dtype,
+    ) -> None:
         cast = {g.dtype for g in gradients} != {dtype}
         key = (slot, dtype, shapes, cast)
         sent = self._made.get(key)
@@ -304,6 +316,8 @@ def sent_as(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.dtyp
         dtype: In which FSDP2 reduces.
     """
     made = {g.dtype for g in gradients}
+    if made == {dtype}:
+        return dtype
     wider = len(made) > 1 or max(d.itemsize for d in made) > dtype.itemsize
     return dtype if wider else gradients[0].dtype
 

@@ -152,8 +152,8 @@ class Runtime:
         Collective: at the end of the first step yes, else no.
         """
         self.memory.arrive(device, self._recorder.log, planned=not self.idle)
-        facade = self.memory.facade
-        captured = facade is not None and facade.is_capturing()
+        assert self.memory.facade is not None
+        captured = self.memory.facade.is_capturing()
         if captured and self.schedule is None:
             raise RunError(
                 "a CUDA graph is being captured before FSDP2's collectives are planned",
@@ -187,9 +187,8 @@ class Runtime:
         self._arrived = None
         if others:
             self.reasons[reasons.CROWDED] += 1
-        asked, outside = unshard.asked, self._outside
-        if asked is not None:
-            outside = unshard.outside
+        asked = unshard.asked
+        outside = self._outside if asked is None else unshard.outside
         if asked is not None and self.planning.live is None:
             if not others:
                 self.reasons[reasons.PUT_OFF] += 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import field, frozen
 
 from symmplan.capture.fsdp import OPS
 from symmplan.model import PUSHES
@@ -38,6 +38,8 @@ class ScheduledCollective:
         received: Where the output of its all-to-all lies; None if it has none.
         algorithm: How it runs.
         zero_copy: Whether its buffer is the parameters themselves.
+        runs_by: The algorithm by which it runs as planned.
+        pushed: Whether its input goes straight to the peers; see `symmplan.integrate.fsdp.push`.
     """
 
     call: Call
@@ -45,15 +47,15 @@ class ScheduledCollective:
     received: Placement | None
     algorithm: Algorithm
     zero_copy: bool = False
+    runs_by: AlgorithmName = field(init=False)
+    pushed: bool = field(init=False)
 
-    @property
-    def runs_by(self) -> AlgorithmName:
-        """The algorithm by which it runs as planned."""
+    @runs_by.default
+    def _runs_by(self) -> AlgorithmName:
         return "ordinary" if self.place is None else self.algorithm.name
 
-    @property
-    def pushed(self) -> bool:
-        """Whether its input goes straight to the peers; see `symmplan.integrate.fsdp.push`."""
+    @pushed.default
+    def _pushed(self) -> bool:
         return self.runs_by in PUSHES
 
 

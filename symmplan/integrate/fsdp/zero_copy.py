@@ -379,7 +379,7 @@ class ZeroCopyUnshard:
         free = storage.give_room()
         runtime.gathering(self, key, others)
         if free:
-            self._lease = self._new_lease()
+            self._lease = Lease(stream=self._device.current_stream(), owner=weakref.proxy(self))
             event = self._fill(key, storage, streams, self._lease)
             fsdp2_in_place.set_result(group, Gathered(event))
             return
@@ -388,9 +388,6 @@ class ZeroCopyUnshard:
             synchronize(group.device)
             storage.copy_aside()
         fsdp2_in_place.set_result(group, Gathered())
-
-    def _new_lease(self) -> Lease:
-        return Lease(stream=self._device.current_stream(), owner=weakref.proxy(self))
 
     def _fill(
         self, key: Key, storage: ParameterStorage, streams: tuple[Any, Any], lease: Lease | None
@@ -403,18 +400,14 @@ class ZeroCopyUnshard:
             streams: Where shards are cast, and where they are gathered.
             lease: Of the bytes; None if they are somebody else's, and the device is at rest.
         """
-
-        def take() -> None:
-            if lease is not None:
-                storage.users.take(storage.begin, storage.end, lease)
-
         asked = fsdp2_in_place.result_of(self._group)
         waited = isinstance(asked, Asked)
         shards, copied = (asked.shards, asked.copied) if waited else (None, None)
         with torch.no_grad(), autograd.shown(self._shown):
             if not self._device.is_accelerator:
                 shards = shards or self._shards()
-                take()
+                if lease is not None:
+                    storage.users.take(storage.begin, storage.end, lease)
                 storage.fill(shards)
                 with launching(self._runtime.expected(key)):
                     storage.gather()
@@ -427,7 +420,8 @@ class ZeroCopyUnshard:
                     self._device.record_stream(shard, copies)
             with self._device.on_stream(copies):
                 shards = shards or self._shards()
-                take()
+                if lease is not None:
+                    storage.users.take(storage.begin, storage.end, lease)
                 storage.fill(shards)
             gathers.wait_stream(copies)
             with self._device.on_stream(gathers), launching(self._runtime.expected(key)):
