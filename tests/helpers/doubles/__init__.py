@@ -95,6 +95,8 @@ def installed(*, total=80 << 30, had=4 << 30, nccl=(2, 28, 9), counted=False):
         put_in_torch(stack)
         # Speed is not what a double has, so nobody waits for products of a device's size.
         stack.enter_context(mock.patch.object(clock._DeviceClock, "_rows", 32))
+        stack.enter_context(mock.patch.object(clock._DeviceClock, "often", 2))
+        stack.enter_context(mock.patch.object(clock, "_REPETITIONS", 2))
         # A copy past torch would not wait for what its stream has queued.
         stack.enter_context(mock.patch.object(kernels, "_SMALL", -1))
         network.install()
