@@ -85,7 +85,11 @@ def copy_bytes(target: torch.Tensor, start: int, source: torch.Tensor, nbytes: i
 def copies(
     pieces: Iterable[tuple[torch.Tensor, int, torch.Tensor, int]],
 ) -> Callable[[], None]:
-    """What copies several tensors as `copy_bytes` does, again and again where they are now."""
+    """A function that makes several copies of `copy_bytes`, which may be called again and again.
+
+    Args:
+        pieces: The arguments of each; the tensors stay where they are.
+    """
     small, large = [], []
     keeps = list(pieces)
     for target, start, source, nbytes in keeps:

@@ -153,10 +153,9 @@ class Ledger:
 
         It costs least where one lease had these bytes before, and no others; so does `take`.
         """
-        pieces: list[Any] = self._pieces
-        at = bisect_left(pieces, (begin,))
-        if at < len(pieces) and pieces[at][0] == begin and pieces[at][1] == end:
-            lease = pieces[at][2]
+        at = self._exactly(begin, end)
+        if at is not None:
+            lease = self._pieces[at][2]
             return [lease] if lease.held else []
         first, last = self._within(begin, end)
         found = [piece[2] for piece in self._pieces[first:last] if piece[2].held]
@@ -178,11 +177,10 @@ class Ledger:
 
     def take(self, begin: int, end: int, lease: Lease) -> None:
         """Give ``[begin, end)`` to ``lease``, after all who had any of these bytes."""
-        pieces: list[Any] = self._pieces
-        at = bisect_left(pieces, (begin,))
-        if at < len(pieces) and pieces[at][0] == begin and pieces[at][1] == end:
-            pieces[at][2].wait()
-            pieces[at] = (begin, end, lease)
+        at = self._exactly(begin, end)
+        if at is not None:
+            self._pieces[at][2].wait()
+            self._pieces[at] = (begin, end, lease)
             return
         first, last = self._within(begin, end)
         before = self._pieces[first:last]
@@ -203,21 +201,27 @@ class Ledger:
             end: Behind the last one.
             lease: None to see only who holds them.
         """
-        pieces: list[Any] = self._pieces
-        at = bisect_left(pieces, (begin,))
-        if at < len(pieces):
-            first, last, mine = pieces[at]
-            if lease is not None and last == end and first == begin:
-                if mine.held:
-                    return [mine]
-                if mine is not lease:
-                    mine.wait()
-                    pieces[at] = (begin, end, lease)
-                return []
+        at = None if lease is None else self._exactly(begin, end)
+        if lease is not None and at is not None:
+            mine = self._pieces[at][2]
+            if mine.held:
+                return [mine]
+            if mine is not lease:
+                mine.wait()
+                self._pieces[at] = (begin, end, lease)
+            return []
         held = self.holders(begin, end)
         if lease is not None and not held:
             self.take(begin, end, lease)
         return held
+
+    def _exactly(self, begin: int, end: int) -> int | None:
+        """Where the piece is that has these bytes and no others; None if there is none."""
+        pieces: list[Any] = self._pieces
+        at = bisect_left(pieces, (begin,))
+        if at < len(pieces) and pieces[at][0] == begin and pieces[at][1] == end:
+            return at
+        return None
 
     def _within(self, begin: int, end: int) -> tuple[int, int]:
         """The pieces with any of the bytes ``[begin, end)``: from which, up to which."""

@@ -36,7 +36,7 @@ def has_torchs_methods(group: Any) -> bool:
     return all(name.startswith("torch.distributed.fsdp.") for name in names)
 
 
-#: Those of a class.
+#: The methods `REPLACED` of a class, without a Python call.
 _methods: Callable[[type], tuple[Any, ...]] = attrgetter(*REPLACED)
 
 
@@ -244,7 +244,7 @@ def give_storages(parameter: Any, storages: Sequence[torch.Tensor]) -> None:
         parameter.init_unsharded_param()
 
 
-#: What FSDP2 calls for each parameter of a module that it reshards; it makes no Python call.
+#: What FSDP2 calls instead of freeing a parameter: ``bool()`` does nothing, in no Python call.
 _NOTHING = bool
 
 #: What FSDP2 gathers a parameter into, and the tensors there with views of them that need no bytes.

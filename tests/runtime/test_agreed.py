@@ -148,7 +148,6 @@ LOCAL = {
     "new_empty": {"otherwise": "the same"},
     "dtype_of_gradients": {"allocate": "the type in which sums are written"},
     "checking": {"runs_plainly": "the same collective, observed or not"},
-    "launched": {"open": "the same collective, observed or not"},
     "looks": dict.fromkeys(("arrive", "open", "to_sharded"), "writes down what the device has"),
     "is_capturing": {"arrive": "raises, or plans later"},
 }

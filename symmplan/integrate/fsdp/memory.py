@@ -74,7 +74,7 @@ class Memory:
         usage: What the program had before the first plan; None before, and where nobody looks.
         looked: The recording by which that is known.
         looks: Whether `look` still writes anything down.
-        facade: The device's.
+        facade: The facade of the device, once a collective was seen.
     """
 
     def __init__(self, options: Options) -> None:

@@ -119,10 +119,7 @@ class ParameterStorage:
 
     def give_room(self) -> bool:
         """Let whoever can leave these bytes, on this rank; whether they are free then."""
-        users = self.users
-        if not users.holders(self.begin, self.end):
-            return True
-        _, stay = users.give_room(self.begin, self.end)
+        _, stay = self.users.give_room(self.begin, self.end)
         return not stay
 
     def fill(self, shards: Sequence[torch.Tensor]) -> None:

@@ -81,7 +81,6 @@ class Planning:
         self.left = False
         self._kept: list[Recording] = []
         self._last: StepProblem | None = None
-        self._limit: int | None = None
 
     def make(self, recording: Recording) -> Schedule | None:
         """Plan what was recorded, besides what was planned before.
@@ -112,7 +111,7 @@ class Planning:
         self._agree()
         recordings = self._sent_alike(recordings)
         memory.had(recordings[-1], {site: x.nbytes for site, x in self.layouts.items()})
-        chosen = self._choose(recordings)
+        chosen, limit = self._choose(recordings)
         recordings = merged(recordings, groups, self._options.timeout)
         problem, last = self._problem(recordings, chosen), self._last
         if last is not None:
@@ -121,7 +120,7 @@ class Planning:
             if all_agree("same plan", same, groups, self._options.timeout):
                 return None
         self._vacate()
-        prepare = functools.partial(self._prepared, problem, chosen)
+        prepare = functools.partial(self._prepared, problem, chosen, limit)
         made = preparation.attempt(prepare, groups, lambda made: memory.undo(made.held))
         plan, calls = made.plan, [p for stretch in made.stretches for p in stretch]
         memory.adopt(made.held)
@@ -168,15 +167,15 @@ class Planning:
         memory.levels, memory.unreached = served(groups, name, device, self._options.timeout)
         return name
 
-    def _choose(self, recordings: Sequence[Recording]) -> Chosen[Call]:
-        """How the collectives that were recorded run.
+    def _choose(self, recordings: Sequence[Recording]) -> tuple[Chosen[Call], int | None]:
+        """How the collectives that were recorded run, and what `_limited` says of them.
 
         Collective: yes, over all groups of the model, where anything is new.
         """
         memory, device = self._memory, self._memory.device
         preparation = memory.preparation
         if preparation.refusal is not None:
-            return Chosen()
+            return Chosen(), None
         measures = self._options.chosen(device) == "measure"
 
         def case(call: Call) -> CallCase:
@@ -194,14 +193,14 @@ class Planning:
                 left_out[call] = why
             else:
                 cases[call] = known
-        self._limit = self._limited(recordings, cases, left_out) if measures and cases else None
-        if self._limit == 0:
+        limit = self._limited(recordings, cases, left_out) if measures and cases else None
+        if limit == 0:
             left_out |= dict.fromkeys(cases, NO_ROOM)
             cases = {}
         given = (cases, left_out, device, preparation)
         chosen = choose_algorithms(*given, planned=memory.groups)
         self.choices = tuple(dict.fromkeys((*self.choices, *chosen.choices)))
-        return chosen
+        return chosen, limit
 
     def _limited(
         self,
@@ -267,8 +266,8 @@ class Planning:
             live=self.live,
         )
 
-    def _prepared(self, problem: StepProblem, chosen: Chosen[Call]) -> StepPlan:
-        """Plan what is not left out, and make room for that.
+    def _prepared(self, problem: StepProblem, chosen: Chosen[Call], limit: int | None) -> StepPlan:
+        """Plan what is not left out, in ``limit`` bytes if that is given, and make room for that.
 
         Collective: yes, over all groups of the model.
         """
@@ -284,7 +283,7 @@ class Planning:
         room = None
         if preparation.refusal is None:
             # Who asks for more modules with bytes asks for more bytes.
-            room = self._limit
+            room = limit
             if room is None:
                 room = memory.room(below=self.live is None).nbytes
             if tenants := self._tenants(recordings):
@@ -406,7 +405,7 @@ class Planning:
 
         Collective: yes, over all groups.
         """
-        return self._agree(), self._choose([recording]).choices
+        return self._agree(), self._choose([recording])[0].choices
 
 
 def _demotables(made: StepPlan, chosen: Chosen[Call]) -> list[Demotable]:

@@ -98,6 +98,7 @@ class Pushes:
         self._sent: _Sent | None = None
         # What the ranks compare when they meet; in shared memory what they reduce otherwise.
         self._call, self._site = b"", ""
+        # That of each module, slot, type and shapes.
         self._calls: dict[Any, bytes] = {}
         self._kept: tuple[torch.Tensor, ...] = ()
         self._fits = True

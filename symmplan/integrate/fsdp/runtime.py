@@ -131,8 +131,7 @@ class Runtime:
             base = plain() if lease is None else self.memory.at(place, dtype)
         slot = Slot(key, base, plain, scheduled=scheduled, lease=lease, send=send)
         slot.pushed, slot.take_shared = send is not None, shared
-        if PROCESS.launched is not None:
-            slot.expected = self.expected(key, scheduled)
+        slot.expected = self.expected(key, scheduled)
         nbytes, outside = key.numel * dtype.itemsize, self._outside
         slot.log, slot.index = self._recorder.begin(key, nbytes, outside=outside)
         if slot.log is not None and self.memory.looks:
@@ -247,7 +246,7 @@ class Runtime:
 
     def expected(self, key: Key, scheduled: ScheduledCollective | None = None) -> Expected | None:
         """How a collective is to run; None if no check is running, or it is not planned."""
-        known = None if PROCESS.launched is None else self.schedule
+        known = self.schedule if checking() else None
         return None if known is None else known.expected(key, self.memory.name, scheduled)
 
     def run(
