@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _most(ranks: list[dict[str, Any]], side: str) -> dict[str, int]:
     """Bytes of a side on the rank that has most, of each kind."""
     first = ranks[0]["memory"][side]
-    return {key: max(rank["memory"][side][key] for rank in ranks) for key in first}
+    return {key: max(rank["memory"][side].get(key, 0) for rank in ranks) for key in first}
 
 
 def _each_alone(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:

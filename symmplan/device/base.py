@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attrs import frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -162,6 +162,26 @@ class Device:
     def capture_of(self, stream: Any = None) -> int:  # noqa: ARG002
         """Number of the capture that a stream is in, the current one if None; 0 if in none."""
         return 0
+
+    # Copies.
+
+    def copies(
+        self, pieces: Sequence[tuple[int, int, int, torch.Tensor]]
+    ) -> Callable[[Sequence[torch.Tensor]], None]:
+        """What copies pieces of tensors on the current stream, in any order.
+
+        It takes the tensors: one-dimensional, contiguous, on this device. They may have other
+        element types than the targets.
+
+        Args:
+            pieces: Of which tensor, from which element, how many elements go where.
+        """
+
+        def copy(sources: Sequence[torch.Tensor]) -> None:
+            for which, begin, count, target in pieces:
+                target.copy_(sources[which].narrow(0, begin, count), non_blocking=True)
+
+        return copy
 
     # Profiles.
 

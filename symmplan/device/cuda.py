@@ -6,6 +6,7 @@ import ctypes
 import functools
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from typing_extensions import override
 
@@ -13,7 +14,7 @@ from symmplan.device.base import Device, DeviceMemory
 from symmplan.torch_private import devices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
 __all__ = ["CudaDevice"]
@@ -129,6 +130,22 @@ class CudaDevice(Device):
         return number.value if not failed and status.value else 0
 
     @override
+    def copies(
+        self, pieces: Sequence[tuple[int, int, int, torch.Tensor]]
+    ) -> Callable[[Sequence[torch.Tensor]], None]:
+        """What copies pieces of tensors: one launch where nothing is captured or cast."""
+        one_by_one = super().copies(pieces)
+        if len(pieces) < 2 or not hasattr(_driver(), "cuMemcpyBatchAsync"):
+            return one_by_one
+        batch = _Batch(pieces)
+
+        def copy(sources: Sequence[torch.Tensor]) -> None:
+            if self.is_capturing() or not batch.launched(sources, self.stream_number()):
+                one_by_one(sources)
+
+        return copy
+
+    @override
     @staticmethod
     def ran(event: Any) -> bool:
         return "CUDA" in str(event.device_type())
@@ -171,6 +188,48 @@ class _OnStream:
     def __exit__(self, *error: object) -> None:
         for stream in self._before:
             torch.cuda.set_stream(stream)
+
+
+class _Batch:
+    """Copies by one call of the driver. Captures have no such call.
+
+    Source: cuMemcpyBatchAsync in CUDA's driver API, from 12.8 on.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
+        which, begins, counts, targets = zip(*pieces, strict=True)
+        self._dtypes = {target.dtype for target in targets}
+        itemsizes = np.array([target.itemsize for target in targets], np.uint64)
+        self._which = np.array(which)
+        self._begins = np.array(begins, np.uint64) * itemsizes
+        self._sources = np.empty(len(pieces), np.uint64)
+        self._targets = np.array([target.data_ptr() for target in targets], np.uint64)
+        self._nbytes = np.array(counts, np.uint64) * itemsizes
+        # A source is read in the stream's order, the copies beside kernels: one for all.
+        self._options = (ctypes.c_int32 * 6)(1, 0, 0, 0, 0, 1)
+        self._first = ctypes.c_size_t(0)
+        self._failed = ctypes.c_size_t(0)
+        self._given = (
+            *(_pointer(a) for a in (self._targets, self._sources, self._nbytes)),
+            ctypes.c_size_t(len(pieces)),
+            ctypes.byref(self._options),
+            ctypes.byref(self._first),
+            ctypes.c_size_t(1),
+            ctypes.byref(self._failed),
+        )
+        self._launch = _driver().cuMemcpyBatchAsync
+
+    def launched(self, sources: Sequence[torch.Tensor], stream: int) -> bool:
+        """Whether all copies were launched; else none was."""
+        if stream == 0 or {source.dtype for source in sources} != self._dtypes:
+            return False  # the driver refuses the default stream
+        bases = np.array([source.data_ptr() for source in sources], np.uint64)
+        np.add(bases[self._which], self._begins, out=self._sources)
+        return bool(self._launch(*self._given, ctypes.c_void_p(stream)) == 0)
+
+
+def _pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
 
 
 @functools.cache

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import _guards
 
-from symmplan.torch_private.table.compilers import AUTOGRAD_CACHE, OUTSIDE
+from symmplan.torch_private.table.compilers import AUTOGRAD_CACHE, COMPILED_CODE, OUTSIDE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from contextlib import AbstractContextManager
+    from types import CodeType
 
 Called = TypeVar("Called", bound="Callable[..., Any]")
 
@@ -43,6 +44,31 @@ def compiled_frame() -> int | None:
     context = getattr(torch._guards, "CompileContext", None)
     compile_id = None if context is None else context.current_compile_id()
     return getattr(compile_id, "frame_id", None)
+
+
+def compiled_code() -> CodeType | None:
+    """The code that Dynamo is compiling; None outside, as in a backward that is compiled late."""
+    if "torch._dynamo.symbolic_convert" not in sys.modules:
+        return None
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        found: CodeType = InstructionTranslator.current_tx().output.root_tx.f_code
+    except AttributeError:  # nothing is compiled
+        return None
+    return found
+
+
+def compile_again(code: CodeType) -> None:
+    """Let nothing run any more that was compiled of some code so far: its next call compiles."""
+    COMPILED_CODE.require()
+    from torch._C._dynamo import eval_frame
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    for entry in eval_frame._debug_get_cache_entry_list(code):
+        extra = entry.guard_manager.extra_state
+        if extra is not None:
+            extra.invalidate(entry, DeletedGuardManagerWrapper("ranks have agreed on another plan"))
 
 
 def is_floor_division(expr: Any) -> bool:

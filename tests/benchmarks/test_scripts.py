@@ -20,6 +20,7 @@ SCRIPTS = sorted(
 NUMBERS = {
     "compile": ("--layers 0", "--dim 1.5", "--steps 0", "--compilations 0"),
     "concurrent_groups": ("--tokens 64 0", "--rounds 0"),
+    "copies": ("--peers 0", "--weights 0"),
     "eager": ("--messages -5", "--messages 64,0", "--calls 0"),
 }
 

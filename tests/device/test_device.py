@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 
 import pytest
 import torch
 
 from symmplan.device import Device, accelerator, device_of, kind_of, replace_kind
+from symmplan.device import cuda as module
 from symmplan.device.cuda import CudaDevice
 from symmplan.process import PROCESS
 
@@ -100,6 +102,46 @@ def test_the_current_stream_is_as_before_behind_another_one(cuda):
         here = [("current_stream", 0), ("current_stream", 1)][there:]
         back = [("set_stream", "current_stream")] * len(here)
         assert told == [*here, ("set_stream", Other), *back]
+
+
+class Driver:
+    """CUDA's, for tensors of the CPU: what one call copies, and on which stream."""
+
+    def __init__(self, answer=0):
+        self.answer, self.streams = answer, []
+
+    def cuMemcpyBatchAsync(  # noqa: N802 (the driver's name)
+        self, targets, sources, sizes, count, options, first, number, _, stream
+    ):
+        assert (options._obj[0], first._obj.value, number.value) == (1, 0, 1)
+        if self.answer == 0:
+            tables = [
+                (ctypes.c_uint64 * count.value).from_address(t.value)
+                for t in (targets, sources, sizes)
+            ]
+            for target, source, nbytes in zip(*tables, strict=True):
+                ctypes.memmove(target, source, nbytes)
+        self.streams.append(stream.value)
+        return self.answer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("given", ["", "a capture", "the default stream", "a refusal"])
+def test_copies_are_one_launch_where_nothing_is_captured_or_cast(cuda, monkeypatch, dtype, given):
+    driver = Driver(answer=801 if given == "a refusal" else 0)
+    monkeypatch.setattr(module, "_driver", lambda: driver)
+    device = device_of(torch.device("cuda", 1))
+    monkeypatch.setattr(device, "is_capturing", lambda: given == "a capture")
+    device.stream_number = lambda: 0 if given == "the default stream" else 7
+    target = torch.zeros(10)
+    copy = device.copies([(0, 1, 2, target[:2]), (1, 0, 3, target[5:8]), (0, 4, 1, target[9:])])
+    for step in range(2):
+        first = torch.arange(5, dtype=dtype) + 10 * step
+        copy([first, -first - 1])
+        a, b, c, d, e, f = (first[i].item() for i in (1, 2, 0, 1, 2, 4))
+        assert target.tolist() == [a, b, 0, 0, 0, -c - 1, -d - 1, -e - 1, 0, f]
+    asked = dtype == torch.float32 and given in ("", "a refusal")
+    assert driver.streams == [7] * 2 * asked
 
 
 def test_tests_have_other_kinds(replaced):

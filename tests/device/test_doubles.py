@@ -13,7 +13,9 @@ from doubles.streams import capture
 from paths import TESTS
 from ranks import pool_of
 
-from symmplan.device import device_of
+from symmplan.device import device_of, kind_of
+from symmplan.integrate.fsdp.push import Pushes
+from symmplan.model import Placement
 from symmplan.torch_private import nccl, peers, symm_mem
 
 CPU = torch.device("cpu")
@@ -30,6 +32,21 @@ def device():
 
 
 # Streams.
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_a_push_is_one_launch_for_any_number_of_ranks(device, ranks):
+    me = ranks // 2
+    gradients = [torch.randn(2 * ranks, 3) for _ in range(9)]
+    numel = sum(g.numel() for g in gradients)
+    segments = [torch.zeros(4 * numel, dtype=torch.uint8) for _ in range(ranks)]
+    pushes = Pushes(segments, None, me, CPU)
+    pushes.send(gradients, Placement("s", 0, 4 * numel), torch.float32)
+    assert kind_of(CPU).launches == 1
+    device.synchronize()
+    for rank, segment in enumerate(segments):
+        parts = [g.chunk(ranks)[rank].reshape(-1) for g in gradients]
+        assert torch.equal(segment.view(torch.float32).view(ranks, -1)[me], torch.cat(parts))
 
 
 def test_what_is_queued_runs_when_somebody_waits_for_it(device):

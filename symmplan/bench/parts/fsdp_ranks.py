@@ -104,6 +104,9 @@ def _built(name: str, rank: int, options: Mapping[str, Any]) -> tuple[Side, dict
         after = _device_bytes()
         found |= {key: after[key] - before[key.removeprefix("peak_")] for key in _BYTES}
         found["peak_device"] = max(most, after["device"]) - before["device"]
+        if side.handle is not None:
+            stats = side.handle.stats
+            found |= dict(stats.beyond_segments) | {"without_owner": stats.bytes_without_owner}
     return side, found
 
 

@@ -7,6 +7,10 @@
     So does a call that has no placement with its first sizes, whatever the reason. A rank may
     compile again alone, because its own sizes have changed, and asks nobody then. It also asks
     nobody if all its parts are of one size that all ranks had before.
+
+    If a call had equal sizes before, there are graphs in which it is placed. One rank alone could
+    return to them. So when ranks learn that a call stays in ordinary memory from then on, they drop
+    what was compiled of its code so far, all at the same place of the program.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from symmplan.coordination.groups import resolve_groups
 from symmplan.integrate.compile.parts import declared
 from symmplan.registry.catalogue import collective_of
 from symmplan.runtime.algorithms import has_unequal_parts
-from symmplan.torch_private.compilers import compiled_frame
+from symmplan.torch_private.compilers import compile_again, compiled_code, compiled_frame
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -87,11 +91,16 @@ class AllToAlls:
             groups = {n: g.process_group for n, g in resolve_groups(new).items()}
             told = {name: list(mine.values()) for name, mine in new.items()}
             said = self._pool.progress.gather(groups, told=told)
+            was_placed = False
             for name, mine in new.items():
                 for i, (node, sizes) in enumerate(mine.items()):
                     key = self._keys[node]
                     same = all(_is_same(other, i, sizes) for other in said[name])
+                    was_placed = was_placed or (bool(exchanged[key]) and not same)
                     exchanged[key] = {*exchanged[key], tuple(sizes)} if same else UNEVEN
+            code = compiled_code() if was_placed else None
+            if code is not None:
+                compile_again(code)
         return self.left_out
 
     def _sizes(self, node: fx.Node, lowerings: Lowerings) -> list[Any]:

@@ -340,8 +340,9 @@ def _differ(group: Group, *, planning: int, running: int) -> AgreementError:
         f"rank {planning} is planning a new graph, rank {running} is running an old one",
         expected="the same plan on all ranks, or one that was agreed before",
         got=f"a new plan on rank {planning} alone",
-        fix="give declared tensors the same sizes on every rank (drop or pad the last batch), or "
-        "declare a bound with torch._dynamo.mark_dynamic(x, dim, max=...)",
+        fix="give declared tensors the same sizes on every rank (drop or pad the last batch), "
+        "or declare a bound with torch._dynamo.mark_dynamic(x, dim, max=...); if an all-to-all "
+        "has other sizes, compile with symmplan.backend(choose='ordinary')",
         group=group.name,
         rank=group.rank,
         ranks=(planning, running),

@@ -277,8 +277,7 @@ class Pushes:
             sent = self._made[key] = self._make(*key, gradients[0].device)
         flat = [g.reshape(-1) for g in gradients]
         with autograd.shown("symmplan::push"):
-            for which, begin, count, target in sent.copies:
-                target.copy_(flat[which].narrow(0, begin, count), non_blocking=True)
+            sent.copy(flat)
         self._sent = sent
         self._gradients = [] if sent.own is None else flat
 
@@ -306,7 +305,7 @@ class Pushes:
                 if first < last:
                     copies.append((which, first, last - first, row[at : at + last - first]))
         mine = self._peers[rank][slot.offset : slot.offset + ranks * size]
-        return _Sent(mine.view(dtype).view(ranks, -1), tuple(copies), own)
+        return _Sent(mine.view(dtype).view(ranks, -1), self._device.copies(copies), own)
 
 
 def sent_as(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.dtype:
@@ -329,12 +328,12 @@ class _Sent:
 
     Attributes:
         rows: Where this rank receives, a row from each.
-        copies: Of which gradient, from where, how many elements go where.
+        copy: Copies the parts of the gradients, which it takes, to their ranks.
         own: This rank's row; None if it is copied, too.
     """
 
     rows: torch.Tensor
-    copies: tuple[tuple[int, int, int, torch.Tensor], ...]
+    copy: Callable[[Sequence[torch.Tensor]], None]
     own: OwnRow | None
 
 

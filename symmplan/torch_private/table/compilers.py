@@ -75,6 +75,15 @@ FRAMES = _graphs(
     targets=names("torch._guards", "CompileContext.current_compile_id"),
 )
 
+COMPILED_CODE = _graphs(
+    "what Dynamo has compiled of a function",
+    "correctness",
+    "graphs that ranks have agreed not to run any more are compiled again",
+    targets=names("torch._dynamo.symbolic_convert:InstructionTranslator", "current_tx")
+    + names("torch._dynamo.guards", "DeletedGuardManagerWrapper")
+    + names("torch._C._dynamo.eval_frame", "_debug_get_cache_entry_list _ExtraState.invalidate"),
+)
+
 OUTSIDE = Seam(
     "functions outside of graphs",
     "correctness",

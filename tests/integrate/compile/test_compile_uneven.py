@@ -124,5 +124,16 @@ def test_however_they_run(two, options):
     assert UNEVEN in found[0][0]
 
 
+#: Placed; then in ordinary memory on all ranks; then one rank alone, or both, have the first sizes.
+BACK = [[[2, 2], [2, 2]], [[1, 3], [2, 4]], [[3, 2], [2, 2]], [[2, 2], [2, 2]], [[2, 2], [2, 1]]]
+
+
+@pytest.mark.parametrize("dynamic", [False, None])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_rank_returns_to_a_graph_in_which_they_are_placed(two, program, dynamic):
+    found = two.run(_run, program, BACK, {"inner": "eager"}, dynamic)
+    _judge(found, "balanced first")
+
+
 def test_inductor_runs_them(two):
     _judge(two.run(_run, "there_and_back", TABLES["differing"], {}), "differing")
