@@ -170,6 +170,8 @@ def test_bfloat16_reductions_may_round_differently():
     assert not bench_fsdp._right(run, told())
     assert not bench_fsdp._right(run, told(dtype="bfloat16"))
     assert bench_fsdp._right(run, told(dtype="bfloat16", reduce="bfloat16"))
+    assert not bench_fsdp._right(run, told("cuda"))
+    assert bench_fsdp._right(run, told("cuda", dtype="bfloat16"))
 
 
 def test_a_rendered_profile_has_a_column_for_each_side():
