@@ -11,7 +11,7 @@ from symmplan.model.declared import AlgorithmName  # noqa: TC001 (hints are read
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     import networkx as nx
 
@@ -291,18 +291,29 @@ class Plan:
 
         return plan_from_json(text)
 
-    def summary(self) -> str:
-        """A few lines for people: segments, bytes against the bound, what was left out and why."""
+    def summary(self, choices: Iterable[Any] = ()) -> str:
+        """A few lines for people: segments, bytes against the bound, what was left out and why.
+
+        Args:
+            choices: ``choices`` of the handle, session or backend that runs the plan. Each is a
+                line with the collective's algorithm and the milliseconds that were measured.
+        """
         from symmplan.report.text import plan_summary
 
-        return plan_summary(self)
+        return plan_summary(self, choices)
 
-    def to_html(self, path: str | os.PathLike[str], beside: Plan | None = None) -> None:
+    def to_html(
+        self,
+        path: str | os.PathLike[str],
+        beside: Plan | None = None,
+        choices: Iterable[Any] = (),
+    ) -> None:
         """Write a self-contained HTML page: segments as byte-over-time rectangles.
 
         Args:
             path: Where to; the folder must exist.
             beside: Another plan to be drawn beside it, on the same scale of bytes.
+            choices: As for `summary`; a table of the page.
 
         Raises:
             OptionError: ``beside`` is no plan.
@@ -316,7 +327,7 @@ class Plan:
             )
         from symmplan.report.html import write_plan_html
 
-        write_plan_html(self, path, beside)
+        write_plan_html(self, path, beside, choices)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

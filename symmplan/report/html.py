@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.report.data import drawing
 from symmplan.report.format import count, size
-from symmplan.report.text import plan_summary
+from symmplan.report.text import choice_rows, plan_summary
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterable
 
     from symmplan.model import Plan
 
@@ -67,6 +68,7 @@ click: pin; <kbd>?</kbd> keys</span>
 </div>
 <div id="pictures"></div>
 <div id="tables"></div>
+{collectives}
 <details open id="summary"><summary>Summary</summary><pre>{summary}</pre></details>
 </main>
 <div id="tip" role="status" hidden></div>
@@ -92,8 +94,14 @@ def page(title: str, body: str) -> str:
     )
 
 
-def plan_html(plan: Plan, beside: Plan | None = None) -> str:
-    """The page as text, with a second plan ``beside`` it. Equal plans give equal texts."""
+def plan_html(plan: Plan, beside: Plan | None = None, choices: Iterable[Any] = ()) -> str:
+    """The page as text. Equal plans give equal texts.
+
+    Args:
+        plan: The plan.
+        beside: A second one, drawn beside it.
+        choices: How the collectives of the first run, and what was measured.
+    """
     both = [p for p in (plan, beside) if p is not None]
     # In a script element only "<" could end the data or open a comment; JSON can spell it.
     advice = [p.advice() if len(p.placements) <= _MOST_ADVISED else () for p in both]
@@ -103,6 +111,7 @@ def plan_html(plan: Plan, beside: Plan | None = None) -> str:
         which=" beside ".join(f"<code>{escape(p.fingerprint[:12])}</code>" for p in both),
         tiles="".join(tiles(_facts(p, a)) for p, a in zip(both, advice, strict=True)),
         summary=escape("\n\n".join(plan_summary(p) for p in both)),
+        collectives=_collectives(choices),
         data=json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c"),
         script=_script(),
     )
@@ -121,13 +130,36 @@ def plan_frame(plan: Plan) -> str:
     return f'<details>{text}</details><iframe {look} srcdoc="{escape(plan_html(plan))}"></iframe>'
 
 
-def write_plan_html(plan: Plan, path: str | os.PathLike[str], beside: Plan | None = None) -> None:
+def write_plan_html(
+    plan: Plan,
+    path: str | os.PathLike[str],
+    beside: Plan | None = None,
+    choices: Iterable[Any] = (),
+) -> None:
     """Write the page of ``plan``, which is not verified here; the folder must exist.
+
+    Args:
+        plan: The plan.
+        path: Where to.
+        beside: As for `plan_html`.
+        choices: As for `plan_html`.
 
     Raises:
         OSError: It cannot be written.
     """
-    Path(path).write_text(plan_html(plan, beside), encoding="utf-8", newline="\n")
+    Path(path).write_text(plan_html(plan, beside, choices), encoding="utf-8", newline="\n")
+
+
+def _collectives(choices: Iterable[Any]) -> str:
+    """A table of how collectives run, as HTML; empty without any."""
+    rows = choice_rows(choices)
+    if not rows:
+        return ""
+    heads = ("collective", "group", "bytes", "algorithm", "measured")
+    lines = [f"<tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>"]
+    lines += [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
+    title = "<summary>How collectives run</summary>"
+    return f'<details open id="collectives">{title}<table>{"".join(lines)}</table></details>'
 
 
 def tiles(facts: list[tuple[str, str, str]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from symmplan.report.format import count, size, table, visible
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from symmplan.model import Plan, Problem, Unplanned
 
-__all__ = ["plan_line", "plan_summary", "problem_line", "reasons_line"]
+__all__ = ["choice_rows", "plan_line", "plan_summary", "problem_line", "reasons_line"]
 
 #: How many barriers or left-out tensors are listed before "and n more"; the JSON and the HTML
 #: page have all of them.
@@ -23,11 +23,15 @@ _SHOWN = 20
 _SAVED, _KEPT = "symmplan::saved", "symmplan::kept"
 
 
-def plan_summary(plan: Plan) -> str:
+def plan_summary(plan: Plan, choices: Iterable[Any] = ()) -> str:
     """Segments, bytes against the bound and against no sharing, what was left out and why.
 
     The plan is not verified here. Names are printed with control characters spelled out, so that
     a name cannot forge a line.
+
+    Args:
+        plan: The plan.
+        choices: How its collectives run, and what was measured, as ``handle.choices``.
     """
     held = f"{count(len(plan.placements), 'buffer')} in {count(len(plan.segments), 'segment')}"
     steps = count(len(plan.problem.operations), "operation")
@@ -43,9 +47,26 @@ def plan_summary(plan: Plan) -> str:
     ]
     if plan.unsharded_modules is not None:
         lines.append(f"unsharded modules: {plan.unsharded_modules:,} at once")
+    measured = [(*row[:-1], row[-1] or "not measured") for row in choice_rows(choices)]
+    lines += ["collectives:", *table(measured, {2})] if measured else []
     for part in (_budget_lines, _segment_lines, _placed_lines, _crossing_lines, _barrier_lines):
         lines += part(plan)
     return "\n".join([*lines, *_unplanned_lines(plan.unplanned)])
+
+
+def choice_rows(choices: Iterable[Any]) -> list[tuple[str, str, str, str, str]]:
+    """Of each: collective, group, bytes, algorithm, and milliseconds of all that were measured."""
+    return [
+        (
+            visible(c.op),
+            f"group {visible(c.group)}",
+            size(c.nbytes),
+            c.algorithm,
+            ", ".join(f"{which} {s * 1e3:.3g} ms" for which, s in c.seconds.items())
+            or visible(c.ruled),
+        )
+        for c in choices
+    ]
 
 
 def plan_line(plan: Plan) -> str:

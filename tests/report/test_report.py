@@ -18,6 +18,7 @@ from symmplan.report.data import live_ranges, plan_facts, topological
 from symmplan.report.format import count, size, table, visible
 from symmplan.report.html import plan_html
 from symmplan.report.text import plan_summary
+from symmplan.runtime.choice import Choice
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -113,6 +114,24 @@ def test_hostile_names_stay_text(name):
     assert json.loads(data)["buffers"][0]["name"] == name
     assert "<" not in data
     assert name not in script
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_collectives_have_the_milliseconds_that_were_measured(name):
+    measured = {"ordinary": 2.1e-3, "symmetric": 1.59e-3, "copy engine": 113e-6}
+    choices = [
+        Choice("all_gather", 416 << 20, "bfloat16", name, 2, measured, "copy engine"),
+        Choice(f"c10d::{name}", 64, "float32", "w", 2, {}, "ordinary", ruled=name),
+    ]
+    plan = simple()
+    last = "ordinary 2.1 ms, symmetric 1.59 ms, copy engine 0.113 ms"
+    cells = _Page(plan_html(plan, choices=choices)).texts["td"]
+    assert "".join(cells[:5]) == f"all_gathergroup {visible(name)}416 MiBcopy engine{last}"
+    assert cells[-1] == visible(name)
+    (first,) = (line for line in plan.summary(choices).splitlines() if "all_gather" in line)
+    assert first.endswith(f"416 MiB  copy engine  {last}")
+    assert plan.summary([]) == plan.summary()
+    assert "collectives:" not in plan.summary()
 
 
 @settings(max_examples=40)
