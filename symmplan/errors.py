@@ -113,7 +113,7 @@ def closest(given: object, names: Iterable[object]) -> str | None:
     import difflib
 
     texts = [name for name in names if isinstance(name, str)]
-    return next(iter(difflib.get_close_matches(str(given), texts, n=1, cutoff=0.7)), None)
+    return next(iter(difflib.get_close_matches(str(given), texts, n=1, cutoff=0.6)), None)
 
 
 class DeclarationError(SymmplanError, ValueError):

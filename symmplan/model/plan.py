@@ -336,10 +336,20 @@ class Plan:
         return plan_frame(self)
 
     def advice(self) -> tuple[Any, ...]:
-        """Changes that save bytes, the largest saving first, each verified by planning again.
+        """Changes that save bytes and give nothing up, the largest saving first.
 
-        They are `symmplan.planner.advice.Advice`.
+        They are `symmplan.planner.advice.Advice`, each verified by planning again.
         """
         from symmplan.planner.advice import advise
 
         return advise(self)
+
+    def trades(self) -> tuple[Any, ...]:
+        """What gives up speed for bytes, or bytes for speed.
+
+        They are `symmplan.planner.advice.Advice`, each verified by planning again: algorithms that
+        take fewer bytes, and one unsharded module less or more, which saves less than 0 bytes.
+        """
+        from symmplan.planner.advice import trades
+
+        return trades(self)

@@ -1,4 +1,4 @@
-"""Changes that would save bytes, found by planning the changed problem.
+"""Changes that would save bytes, found by planning the changed problem, and what bytes can buy.
 
 [Note: advice]
     Each trial changes one thing in the problem (an ordering, an alignment, a flag) and plans it
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from symmplan.model import Alternative, Buffer, Plan, Problem
     from symmplan.planner.order import Order
 
-__all__ = ["Advice", "advise"]
+__all__ = ["Advice", "advise", "trades"]
 
 #: Buffers times trials; each trial is one fast plan.
 _WORK = 200_000
@@ -37,16 +37,14 @@ _PEAK = 24
 
 @frozen
 class Advice:
-    """One thing to know or to change.
+    """One thing to change.
 
     Attributes:
-        kind: ``"order"`` (a wait or event is missing), ``"barrier"`` (reuse costs a barrier),
-            ``"alignment"``, ``"persistent"``, ``"apart"``, ``"together"``, ``"signal_pad"``,
-            ``"pin"``, ``"total"`` (all that save something, together), ``"unsharded_modules"``
-            (of `symmplan.fsdp.apply`), ``"demotion"`` (what an algorithm that takes fewer bytes
-            would save, which a `capacity=` decides), or ``"peak"`` (which buffers make it).
-        saves: Bytes by which `Plan.peak_bytes` falls if the advice is followed; 0 for information
-            only.
+        kind: ``"order"`` (a wait or event is missing), ``"alignment"``, ``"persistent"``,
+            ``"apart"``, ``"together"``, ``"signal_pad"``, ``"pin"``, or ``"total"`` (all that save
+            something, together). Of `trades`: ``"unsharded_modules"`` (of `symmplan.fsdp.apply`),
+            or ``"demotion"`` (an algorithm that takes fewer bytes, which a `capacity=` decides).
+        saves: Bytes by which `Plan.peak_bytes` falls if it is changed; below 0 if it grows.
         text: One sentence for people.
         buffers: Names of the buffers concerned.
         edges: Orderings to add, as (earlier, later) operation names.
@@ -62,7 +60,7 @@ class Advice:
 
 
 def advise(plan: Plan) -> tuple[Advice, ...]:
-    """Changes that would save bytes, the largest saving first, then information."""
+    """Changes that would save bytes and give nothing up, the largest saving first."""
     from symmplan.planner.plan import plan as replan
 
     trials = max(4, min(_MAX_TRIALS, _WORK // max(1, len(plan.problem.buffers))))
@@ -79,13 +77,13 @@ def advise(plan: Plan) -> tuple[Advice, ...]:
         if saves > 0:
             found.append(evolve(idea, saves=saves))
     found.sort(key=lambda a: (-a.saves, a.kind, a.buffers, a.edges))
-    return (
-        *found,
-        *_total(plan, found),
-        *_known(plan),
-        *_unsharded_modules(plan),
-        *_demotions(plan),
-    )
+    return (*found, *_total(plan, found))
+
+
+def trades(plan: Plan) -> tuple[Advice, ...]:
+    """What gives up speed for bytes, or bytes for speed: each kind in the order of savings."""
+    found = [*_unsharded_modules(plan), *_demotions(plan)]
+    return tuple(sorted(found, key=lambda a: (a.kind, -a.saves, a.text)))
 
 
 def _total(plan: Plan, found: list[Advice]) -> Iterator[Advice]:
@@ -230,26 +228,6 @@ def _missing(order: Order, first: list[int], second: list[int]) -> tuple[tuple[s
     return tuple((order.names[a], order.names[b]) for a, b in sorted(needed))
 
 
-def _known(plan: Plan) -> Iterator[Advice]:
-    """What is good to know: who makes the peaks, and why barriers must run."""
-    size = {b.name: b.nbytes for b in plan.problem.buffers}
-    for segment in plan.segments:
-        names = sorted(segment.witness, key=lambda n: (-size[n], n))
-        if names:
-            text = (
-                f"{len(names)} buffers that are live together make the peak of "
-                f"{segment.name!r}, {segment.nbytes:,} bytes; the largest is {names[0]!r} with "
-                f"{size[names[0]]:,} bytes"
-            )
-            yield Advice("peak", 0, text, tuple(names))
-    for barrier in plan.barriers:
-        text = (
-            f"a barrier over {barrier.group!r} must run before {barrier.before!r}, because "
-            "peers touch bytes that are reused there; an operation that handshakes needs no barrier"
-        )
-        yield Advice("barrier", 0, text, barrier.buffers)
-
-
 def _unsharded_modules(plan: Plan) -> Iterator[Advice]:
     """The saving of one unsharded module less, and the cost of one more."""
     alive, peak = plan.unsharded_modules or 0, plan.peak_bytes
@@ -264,7 +242,7 @@ def _unsharded_modules(plan: Plan) -> Iterator[Advice]:
                 f"{asked} more; the last modules of forward that then fit stay unsharded, and "
                 "backward does not gather them again"
             )
-            yield Advice("unsharded_modules", 0, text)
+            yield Advice("unsharded_modules", peak - needs, text)
 
 
 def _demotions(plan: Plan) -> Iterator[Advice]:
@@ -274,13 +252,15 @@ def _demotions(plan: Plan) -> Iterator[Advice]:
         if demotion is None:
             continue
         saves = plan.peak_bytes - _needs(other)
+        if saves <= 0:
+            continue
         seconds = demotion.seconds
         cost = "not measured" if seconds is None else f"{seconds * 1e3:.3g} ms more in a step"
         text = (
             f"{demotion.calls} x {demotion.what} as {demotion.after} instead of "
-            f"{demotion.before} needs {max(0, saves):,} bytes less; {cost}"
+            f"{demotion.before} needs {saves:,} bytes less; {cost}"
         )
-        yield Advice("demotion", max(0, saves), text)
+        yield Advice("demotion", saves, text)
 
 
 def _needs(other: Alternative) -> int:

@@ -67,8 +67,16 @@ def live_ranges(problem: Problem, order: list[int]) -> dict[str, tuple[int, int]
     return live
 
 
-def drawing(plan: Plan, advice: Iterable[Any] = ()) -> dict[str, Any]:
-    """Everything the page shows, with what `Plan.advice` said. Equal plans give equal data."""
+def drawing(
+    plan: Plan, advice: Iterable[Any] | None = (), trades: Iterable[Any] = ()
+) -> dict[str, Any]:
+    """Everything the page shows. Equal plans give equal data.
+
+    Args:
+        plan: The plan.
+        advice: What `Plan.advice` said; None if it was not asked.
+        trades: What `Plan.trades` said.
+    """
     problem = plan.problem
     order = topological(problem)
     live = live_ranges(problem, order)
@@ -134,13 +142,31 @@ def drawing(plan: Plan, advice: Iterable[Any] = ()) -> dict[str, Any]:
             {**asdict(barrier), "at": position[barrier.before]} for barrier in plan.barriers
         ],
         "unplanned": [asdict(u) for u in plan.unplanned],
-        "advice": [
-            {"saves": a.saves, "kind": a.kind, "text": a.text, "buffers": list(a.buffers[:20])}
-            for a in advice
-        ],
+        "advice": None if advice is None else _changes(advice),
+        "trades": _changes(trades),
+        "peaks": _peaks(plan),
     }
     shown["frames"] = list(frames)
     return shown
+
+
+def _changes(found: Iterable[Any]) -> list[dict[str, Any]]:
+    return [{"saves": a.saves, "text": a.text, "buffers": list(a.buffers[:20])} for a in found]
+
+
+def _peaks(plan: Plan) -> list[dict[str, Any]]:
+    """Which buffers make the peak of each segment."""
+    nbytes = {b.name: b.nbytes for b in plan.problem.buffers}
+    peaks = []
+    for segment in plan.segments:
+        names = sorted(segment.witness, key=lambda n: (-nbytes[n], n))
+        if names:
+            text = (
+                f"{len(names)} buffers that are live together make the peak of {segment.name!r}, "
+                f"{segment.nbytes:,} bytes; the largest has {nbytes[names[0]]:,} bytes"
+            )
+            peaks.append({"saves": 0, "text": text, "buffers": names[:20]})
+    return peaks
 
 
 def _times(clock: list[tuple[int, ...]]) -> list[int]:

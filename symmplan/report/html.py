@@ -104,8 +104,10 @@ def plan_html(plan: Plan, beside: Plan | None = None, choices: Iterable[Any] = (
     """
     both = [p for p in (plan, beside) if p is not None]
     # In a script element only "<" could end the data or open a comment; JSON can spell it.
-    advice = [p.advice() if len(p.placements) <= _MOST_ADVISED else () for p in both]
-    drawn = [drawing(p, found) for p, found in zip(both, advice, strict=True)]
+    asked = [len(p.placements) <= _MOST_ADVISED for p in both]
+    advice = [p.advice() if ask else None for p, ask in zip(both, asked, strict=True)]
+    trades = [p.trades() if ask else () for p, ask in zip(both, asked, strict=True)]
+    drawn = [drawing(*each) for each in zip(both, advice, trades, strict=True)]
     shown = {**drawn[0], "beside": drawn[1] if beside is not None else None}
     body = _PLAN.format(
         which=" beside ".join(f"<code>{escape(p.fingerprint[:12])}</code>" for p in both),
@@ -171,12 +173,12 @@ def tiles(facts: list[tuple[str, str, str]]) -> str:
     return f"<dl>{found}</dl>"
 
 
-def _facts(plan: Plan, advice: tuple[Any, ...]) -> list[tuple[str, str, str]]:
+def _facts(plan: Plan, advice: tuple[Any, ...] | None) -> list[tuple[str, str, str]]:
     missed = sum(tensor.needed for tensor in plan.unplanned)
     free = len(plan.unplanned) - missed
-    saves = max((a.saves for a in advice), default=0)
-    pieces = sum(a.saves > 0 and a.kind != "total" for a in advice)
-    told = "no change found" if advice else "not computed"
+    saves = max((a.saves for a in advice or ()), default=0)
+    pieces = sum(a.kind != "total" for a in advice or ())
+    told = "not computed" if advice is None else "no change found"
     if pieces:
         told = count(pieces, "change")
     saved = f"{plan.unshared_bytes / plan.peak_bytes:.1f} x peak" if plan.peak_bytes else ""

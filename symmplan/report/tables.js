@@ -181,13 +181,14 @@ if (second) {
 }
 plans.forEach((plan, i) => {
   const of = i ? ` beside (${plan.fingerprint})` : "";
-  const saving = plan.advice.filter((a) => a.saves > 0), peaks = plan.advice.filter((a) => a.kind === "peak");
-  const total = Math.max(0, ...saving.map((a) => a.saves));
-  addTable(`What would save bytes${of}`, saving.length ? `up to ${size(total)} of ${size(plan.segments.reduce((n, s) => n + s.nbytes, 0))}` :
-    plan.advice.length ? "no change was found" : "not computed for so many buffers; plan.advice() computes it", [...saving, ...peaks], [
+  const saving = plan.advice || [], total = Math.max(0, ...saving.map((a) => a.saves));
+  const change = [
     amount("saves", (a) => a.saves, (a) => (a.saves ? size(a.saves) : "peak")), text("change", (a) => a.text, { wrap: true }),
     text("buffers", (a) => a.buffers.map((n) => plan.named.get(n) || n).join(", "), { wrap: true }),
-  ], false);
+  ];
+  addTable(`What would save bytes${of}`, saving.length ? `up to ${size(total)} of ${size(plan.segments.reduce((n, s) => n + s.nbytes, 0))}` :
+    plan.advice ? "no change was found" : "not computed for so many buffers; plan.advice() computes it", [...saving, ...plan.peaks], change, false);
+  if (plan.trades.length) addTable(`What speed and bytes can be traded for${of}`, "each gives something up", plan.trades, change.slice(0, 2), false);
   addTable(`Placements${of}`, count(plan.buffers.length, "buffer"), plan.buffers, [
     text("buffer", (b) => b.title, { colour: true }), ...(plan.buffers.some((b) => b.label) ? [text("name", (b) => b.name)] : []), ...(kinds.some(Boolean) ? [text("op", plan.opName)] : []), text("where", (b) => b.where),
     text("type", (b) => b.type),

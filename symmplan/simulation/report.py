@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from attrs import asdict, frozen
 
-from symmplan.planner.advice import advise
+from symmplan.planner.advice import advise, trades
 from symmplan.planner.budget import bytes_of
 from symmplan.report import plan_facts
 from symmplan.report.format import count, size, table, visible
@@ -72,7 +72,7 @@ class Answer:
     """One answer about a simulated program.
 
     Attributes:
-        kind: ``"fits"``, ``"peak"``, ``"cost"`` or ``"saves"``.
+        kind: ``"fits"``, ``"peak"``, ``"cost"``, ``"saves"`` or ``"trade"``.
         text: One sentence for people.
         nbytes: The bytes that it is about.
     """
@@ -165,13 +165,13 @@ class SimulationReport:
                 what fits.
 
         Returns:
-            Answers of four kinds. A ``"peak"`` names for each plan the group that sets its peak,
+            Answers of five kinds. A ``"peak"`` names for each plan the group that sets its peak,
             and that group's largest buffer. A ``"cost"`` names collectives that a ``capacity=`` of
-            the program demoted, and their algorithm. A ``"saves"`` is advice of `Plan.advice`. A
-            ``"fits"`` says how much room ``capacity`` leaves, and by which factor activations (with
-            the sequence or the batch) and layers (with their parameters, state and symmetric
-            memory) may grow until it is full. The factor is extrapolated from this run; simulate
-            that size to confirm it.
+            the program demoted, and their algorithm. A ``"saves"`` is advice of `Plan.advice`, a
+            ``"trade"`` one of `Plan.trades` that saves bytes. A ``"fits"`` says how much room
+            ``capacity`` leaves, and by which factor activations (with the sequence or the batch)
+            and layers (with their parameters, state and symmetric memory) may grow until it is
+            full. The factor is extrapolated from this run; simulate that size to confirm it.
 
         Raises:
             OptionError: ``capacity`` is not a number of bytes.
@@ -192,7 +192,8 @@ class SimulationReport:
                 )
                 found.append(Answer("peak", text, plan.peak_bytes))
             found += _costs(plan)
-            found += [Answer("saves", a.text, a.saves) for a in advise(plan) if a.saves > 0]
+            found += [Answer("saves", a.text, a.saves) for a in advise(plan)]
+            found += [Answer("trade", a.text, a.saves) for a in trades(plan) if a.saves > 0]
         if there is not None:
             found += self._fits(there)
         return tuple(found)

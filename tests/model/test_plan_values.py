@@ -27,7 +27,7 @@ def made(rank, ranks, config):
         if hasattr(planner, "freeze") and not planner.planned:
             planner.freeze()
         plans += planner.plans if hasattr(planner, "plans") else [planner.plan]
-    told = [(plan, plan.advice()) for plan in plans]
+    told = [(plan, (plan.advice(), plan.trades())) for plan in plans]
     for planner in planners:
         (planner.remove if hasattr(planner, "remove") else planner.release)()
     return told
@@ -38,7 +38,7 @@ def check(plan, advice):
         assert copied == plan
         assert copied.fingerprint == plan.fingerprint
         assert copied.summary() == plan.summary()
-        assert copied.advice() == advice
+        assert (copied.advice(), copied.trades()) == advice
         copied.verify()
 
 
@@ -51,7 +51,7 @@ def test_plans_of_real_ranks_are_values(kind, two):
         assert len(plan.placements)
         check(plan, advice)
     if kind == "fsdp":
-        assert "unsharded_modules" in {a.kind for _, advice in mine for a in advice}
+        assert "unsharded_modules" in {a.kind for _, (_, trades) in mine for a in trades}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,7 +61,7 @@ def test_plans_of_simulated_ranks_are_values(kind):
     report = symmplan.simulate(run, ranks=2, memory="shm")
     assert report.plans
     for plan in report.plans:
-        check(plan, plan.advice())
+        check(plan, (plan.advice(), plan.trades()))
 
 
 def test_plans_of_problems_are_values():
@@ -69,5 +69,5 @@ def test_plans_of_problems_are_values():
         symmplan.plan(symmplan.Problem.from_intervals([("a", 0, 4, 64), ("b", 2, 6, nbytes)]))
         for nbytes in (64, 128)
     )
-    check(plan, plan.advice())
+    check(plan, (plan.advice(), plan.trades()))
     assert plan != other

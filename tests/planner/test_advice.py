@@ -29,7 +29,7 @@ def test_a_missing_wait_is_named_with_its_bytes():
 
 def test_nothing_is_advised_where_nothing_helps():
     made = plan(two_streams(edges=[("x0", "y0")]))
-    assert [a.kind for a in made.advice()] == ["peak"]
+    assert made.advice() == ()
 
 
 def test_alignment_and_flags():
@@ -43,14 +43,6 @@ def test_alignment_and_flags():
     accesses = [Access("o0", n) for n in "abc"] + [Access("o1", "p")]
     found = kinds(plan(Problem(buffers, ops, accesses)))
     assert found["persistent"].saves > 0
-    assert found["peak"].saves == 0
-
-
-def test_a_barrier_is_explained():
-    ops = [Operation("p1"), Operation("p2")]
-    accesses = [Access("p1", "a", True, True), Access("p2", "b", True, True)]
-    found = kinds(plan(Problem([Buffer("a", 256), Buffer("b", 256)], ops, accesses)))
-    assert "p2" in found["barrier"].text or "p1" in found["barrier"].text
 
 
 def test_what_all_advice_saves_is_planned_and_no_sum():
@@ -75,8 +67,7 @@ def test_a_barrier_between_runs_may_go_with_the_one_before_it():
     accesses += [Access("o2", f"b{i}", write=i > 1, remote=i < 3) for i in (1, 2, 3)]
     made = plan(Problem(buffers, ops, accesses, shared_groups=[("g", "h")]))
     for a in made.advice():
-        if a.saves:
-            plan(a.problem).verify()
+        plan(a.problem).verify()
 
 
 @settings(max_examples=60, deadline=None)
@@ -87,7 +78,6 @@ def test_every_saving_is_verified(problem):
     except PlanningError:
         return
     for a in made.advice():
-        if a.saves:
-            better = plan(a.problem)
-            better.verify()
-            assert made.peak_bytes - better.peak_bytes == a.saves
+        better = plan(a.problem)
+        better.verify()
+        assert made.peak_bytes - better.peak_bytes == a.saves > 0

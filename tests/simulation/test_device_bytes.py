@@ -89,11 +89,11 @@ def test_a_device_has_no_more_with_pushes_than_without(tokens, replicas, reduce)
     if tokens == 1024 and replicas == 1:
         wide = symmplan.simulate(functools.partial(with_capacity, run), ranks=8)
         assert wide.device_bytes > report.device_bytes
-        # Its advice knows what the slots cost.
-        advice = {a.text: a.saves for a in wide.plans[0].advice() if a.kind == "demotion"}
+        # It knows what the slots cost.
+        trades = {a.text: a.saves for a in wide.plans[0].trades() if a.kind == "demotion"}
         saves = wide.peak_bytes - report.peak_bytes
-        shared = [text for text in advice if "as shared push instead of push" in text]
-        assert max(advice[text] for text in shared) == saves
+        shared = [text for text in trades if "as shared push instead of push" in text]
+        assert max(trades[text] for text in shared) == saves
         assert any(f"{saves:,} bytes less; 0.03 ms more in a step" in text for text in shared)
         assert max(n for text, n in advice.items() if "as ordinary instead of copy" in text) > 0
 

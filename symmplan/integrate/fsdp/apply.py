@@ -247,7 +247,7 @@ def apply(
             ``reshard_after_forward=False`` for the last modules of a forward pass, as many as fit:
             backward does not gather them again, it sees what forward wrote to their unsharded
             parameters, and a forward pass without a backward leaves them unsharded.
-            ``plan.summary()`` says how many there are. ``plan.advice()`` says what one less saves
+            ``plan.summary()`` says how many there are. ``plan.trades()`` says what one less saves
             and one more costs. A number that is too small for the program is raised to what the
             program needs.
         timeout: Seconds that ranks wait for each other before they raise.
