@@ -95,7 +95,7 @@ def test_a_device_has_no_more_with_pushes_than_without(tokens, replicas, reduce)
         shared = [text for text in trades if "as shared push instead of push" in text]
         assert max(trades[text] for text in shared) == saves
         assert any(f"{saves:,} bytes less; 0.03 ms more in a step" in text for text in shared)
-        assert max(n for text, n in advice.items() if "as ordinary instead of copy" in text) > 0
+        assert max(n for text, n in trades.items() if "as ordinary instead of copy" in text) > 0
 
 
 @pytest.mark.further
