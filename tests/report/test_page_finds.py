@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 from attrs import evolve
 from plan_page import Page, layered
+from simulate_programs import Config, program
 
+import symmplan
 from symmplan import Plan, Problem
 from symmplan.model import Access, Buffer, Operation, Placement, SegmentSpec, Unplanned
 from symmplan.planner import plan as make_plan
+from symmplan.runtime.choice import Choice
 
 
 def changed() -> tuple[Plan, Plan]:
@@ -96,6 +101,20 @@ def test_advice_and_what_it_saves_together(browser, tmp_path):
         told = shown.page.locator("#tables").inner_text()
         assert "What would save bytesup to 8 KiB of 12 KiB" in told
         assert "'c' is bound for the whole program" in told
+
+
+def test_trades_and_measured_milliseconds_are_apart_from_savings(browser, tmp_path):
+    run = functools.partial(program, Config("fsdp", 2, steps=2, widths=(1, 3, 2, 1)))
+    (plan,) = symmplan.simulate(run, ranks=2, memory="shm").plans
+    texts = [trade.text for trade in plan.trades()]
+    assert texts
+    choice = Choice("all_gather", 1 << 20, "float32", "g", 2, {"symmetric": 2e-3}, "symmetric")
+    with Page(browser, tmp_path, plan, choices=[choice]) as shown:
+        found = shown.page.locator("h2:has-text('can be traded') + .scroll").inner_text()
+        assert all(text in found for text in texts)
+        saving = shown.page.locator("h2:has-text('would save') + .scroll").inner_text()
+        assert not any(text in saving for text in texts)
+        assert "symmetric 2 ms" in shown.page.locator("#collectives").inner_text()
 
 
 def test_buffers_are_called_as_in_the_program(browser, tmp_path):
