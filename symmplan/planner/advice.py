@@ -141,11 +141,11 @@ def _flags(plan: Plan) -> Iterator[Advice]:
     problem = plan.problem
     rigid = [b for b in problem.buffers if b.persistent]
     for b in sorted(rigid, key=lambda b: (-b.nbytes, b.name))[:8]:
-        text = f"{b.name!r} is bound for the whole program and shares no bytes"
+        text = f"{_called(b)!r} is bound for the whole program and shares no bytes"
         yield _changed(problem, "persistent", text, [b], persistent=False)
     for b in sorted(problem.buffers, key=lambda b: b.name):
         if b.offset is not None:
-            text = f"{b.name!r} is pinned at byte {b.offset}"
+            text = f"{_called(b)!r} is pinned at byte {b.offset}"
             yield _changed(problem, "pin", text, [b], offset=None)
     for kind, pairs, rule in (
         ("apart", problem.apart, "must not share a segment"),
@@ -159,6 +159,11 @@ def _flags(plan: Plan) -> Iterator[Advice]:
     if pads and sum(s.signal_pad for s in plan.segments) > 1:
         text = f"{len(pads)} buffers use signal pads from unordered operations"
         yield _changed(problem, "signal_pad", text, pads, signal_pad=False)
+
+
+def _called(buffer: Buffer) -> str:
+    """What people know a buffer by, as in the picture."""
+    return buffer.label or buffer.name
 
 
 def _changed(
@@ -191,14 +196,18 @@ def _orderings(plan: Plan) -> Iterator[Advice]:
     for a in problem.accesses:
         ops.setdefault(a.buffer, []).append(order.index[a.operation])
     size = {b.name: b.nbytes for b in problem.buffers if not b.persistent}
+    called = {b.name: _called(b) for b in problem.buffers}
     peak = [n for s in plan.segments for n in s.witness if n in size]
     peak = sorted(peak, key=lambda n: (-size[n], n))[:_PEAK]
     for pair in combinations(peak, 2):
         for first, second in (pair, pair[::-1]):
             edges = _missing(order, ops[first], ops[second])
             if edges:
+                one, other = called[first], called[second]
+                if one == other:
+                    one, other = first, second
                 text = (
-                    f"nothing orders {first!r} before {second!r}; record an event after "
+                    f"nothing orders {one!r} before {other!r}; record an event after "
                     f"{edges[0][0]!r}, and let {edges[0][1]!r} wait for it"
                 )
                 changed = evolve(problem, edges=problem.edges + edges)

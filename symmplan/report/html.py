@@ -181,6 +181,9 @@ def _facts(plan: Plan, advice: tuple[Any, ...] | None) -> list[tuple[str, str, s
     told = "not computed" if advice is None else "no change found"
     if pieces:
         told = count(pieces, "change")
+    beside = [tensor.nbytes for tensor in plan.unplanned]
+    unknown = beside.count(None)
+    budget = plan.budget
     saved = f"{plan.unshared_bytes / plan.peak_bytes:.1f} x peak" if plan.peak_bytes else ""
     return [
         ("peak", size(plan.peak_bytes), count(len(plan.segments), "segment")),
@@ -189,6 +192,16 @@ def _facts(plan: Plan, advice: tuple[Any, ...] | None) -> list[tuple[str, str, s
         ("buffers", f"{len(plan.placements):,}", count(len(plan.barriers), "barrier")),
         ("could save", size(saves), told),
         ("left out", f"{missed:,}", f"{free:,} more need not be symmetric" if free else ""),
+        (
+            "beside it in ordinary memory",
+            size(sum(nbytes for nbytes in beside if nbytes is not None)),
+            f"and {count(unknown, 'tensor')} of unknown size" if unknown else "",
+        ),
+        *(
+            [("budget", size(budget.capacity), f"{count(len(budget.demotions), 'kind')} demoted")]
+            if budget is not None
+            else []
+        ),
     ]
 
 

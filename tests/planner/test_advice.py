@@ -81,3 +81,13 @@ def test_every_saving_is_verified(problem):
         better = plan(a.problem)
         better.verify()
         assert made.peak_bytes - better.peak_bytes == a.saves > 0
+
+
+def test_advice_calls_tensors_as_the_program_does():
+    problem = two_streams()
+    named = [evolve(b, label=f"layers.{b.name}.wq") for b in problem.buffers]
+    (text, *_) = (a.text for a in plan(evolve(problem, buffers=named)).advice() if a.buffers)
+    assert "'layers.a.wq' before 'layers.b.wq'" in text or "'layers.b.wq' before" in text
+    same = [evolve(b, label="layers.0") for b in problem.buffers]
+    (text, *_) = (a.text for a in plan(evolve(problem, buffers=same)).advice() if a.buffers)
+    assert "'a' before 'b'" in text or "'b' before 'a'" in text
