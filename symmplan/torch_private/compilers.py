@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
+import re
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from contextlib import AbstractContextManager
     from types import CodeType
+
+#: An item of a list, as Dynamo writes where a value comes from.
+_ITEM = re.compile(r"(.+)\[\d+\]")
 
 Called = TypeVar("Called", bound="Callable[..., Any]")
 
@@ -46,16 +50,42 @@ def compiled_frame() -> int | None:
     return getattr(compile_id, "frame_id", None)
 
 
-def compiled_code() -> CodeType | None:
-    """The code that Dynamo is compiling; None outside, as in a backward that is compiled late."""
+def _translated() -> Any:
+    """The frame that Dynamo is compiling; None outside, as in a backward that is compiled late."""
     if "torch._dynamo.symbolic_convert" not in sys.modules:
         return None
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        found: CodeType = InstructionTranslator.current_tx().output.root_tx.f_code
+        return InstructionTranslator.current_tx().output.root_tx
     except AttributeError:  # nothing is compiled
         return None
+
+
+def compiled_code() -> CodeType | None:
+    """The code that Dynamo is compiling; None outside."""
+    frame = _translated()
+    return None if frame is None else frame.f_code
+
+
+def lists_of_numbers() -> set[tuple[int, ...]]:
+    """Lists of integers that the frame which Dynamo is compiling has from elsewhere, and has read.
+
+    They are arguments, attributes and globals. What the frame computes is none of them.
+    """
+    frame = _translated()
+    if frame is None:
+        return set()
+    scope = {"L": frame.f_locals, "G": frame.f_globals}
+    found = set()
+    for name in {str(guard.name) for guard in frame.output.guards}:
+        item = _ITEM.fullmatch(name)
+        value = None
+        # It may name what is not there any more.
+        with contextlib.suppress(Exception):
+            value = eval(item[1], dict(scope)) if item else None  # noqa: S307 (Dynamo's words)
+        if isinstance(value, (list, tuple)) and all(type(n) is int for n in value):
+            found.add(tuple(value))
     return found
 
 

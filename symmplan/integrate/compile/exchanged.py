@@ -2,8 +2,10 @@
 
 [Note: uneven all-to-alls]
     Ranks may send different numbers of rows to each other, but they must plan the same bytes. So
-    before a part with all-to-alls is captured, its ranks tell each other the sizes. A call whose
-    sizes differ stays in ordinary memory on all ranks, now and whenever its code is compiled again.
+    before a part with all-to-alls is captured, its ranks tell each other the sizes, and whether the
+    compiled code has them from elsewhere, as a list: then one rank alone may get another list, and
+    its peers, which run on with theirs, could not know. A call whose sizes differ, or are given,
+    stays in ordinary memory on all ranks, now and whenever its code is compiled again.
     So does a call that has no placement with its first sizes, whatever the reason. A rank may
     compile again alone, because its own sizes have changed, and asks nobody then. It also asks
     nobody if all its parts are of one size that all ranks had before.
@@ -23,7 +25,12 @@ from symmplan.coordination.groups import resolve_groups
 from symmplan.integrate.compile.parts import declared
 from symmplan.registry.catalogue import collective_of
 from symmplan.runtime.algorithms import has_unequal_parts
-from symmplan.torch_private.compilers import compile_again, compiled_code, compiled_frame
+from symmplan.torch_private.compilers import (
+    compile_again,
+    compiled_code,
+    compiled_frame,
+    lists_of_numbers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,7 +43,13 @@ if TYPE_CHECKING:
     from symmplan.model import OpSpec
     from symmplan.runtime.algorithms import Lowerings
 
-__all__ = ["UNEVEN", "AllToAlls"]
+__all__ = ["GIVEN", "UNEVEN", "AllToAlls"]
+
+#: Where all parts are equally large, torch's functions compute their sizes if they get none.
+GIVEN = (
+    "the program gives the sizes of its parts in a list, which may be another one on one rank "
+    "alone; where they are equal, pass None"
+)
 
 UNEVEN = "its tensors are not equally large on all ranks, and all ranks must plan the same bytes"
 
@@ -58,6 +71,7 @@ class AllToAlls:
         calls = [(n, s) for n, _, s in declared(module.graph) if n in groups]
         calls = [(n, s) for n, s in calls if collective_of(s.op) == "all-to-all"]
         self._calls: dict[fx.Node, OpSpec] = dict(calls)
+        self._given = lists_of_numbers() if calls else set()
         self._keys = {n: (compiled_frame(), name, i) for i, n in enumerate(self._calls)}
 
     @property
@@ -96,20 +110,30 @@ class AllToAlls:
                 for i, (node, sizes) in enumerate(mine.items()):
                     key = self._keys[node]
                     same = all(_is_same(other, i, sizes) for other in said[name])
-                    was_placed = was_placed or (bool(exchanged[key]) and not same)
-                    exchanged[key] = {*exchanged[key], tuple(sizes)} if same else UNEVEN
+                    given = any(_at(other, i)[-1:] == [True] for other in said[name])
+                    was_placed = was_placed or (bool(exchanged[key]) and (given or not same))
+                    alike = {*exchanged[key], tuple(sizes)} if same else UNEVEN
+                    exchanged[key] = GIVEN if given else alike
             code = compiled_code() if was_placed else None
             if code is not None:
                 compile_again(code)
         return self.left_out
 
     def _sizes(self, node: fx.Node, lowerings: Lowerings) -> list[Any]:
-        """What the plan depends on: bytes of its tensors, and whether it can be placed at all."""
+        """What the plan depends on: bytes of its tensors, whether it can be placed, may change."""
         values = (n.meta.get("val") for n in (node, *node.all_input_nodes))
         tensors = [fake for value in values for _, fake in tensor_leaves(value)]
         unequal = lowerings.is_unequal(node, self._calls[node], self._groups[node])
-        return [*(bound(t.numel() * t.element_size()) for t in tensors), unequal]
+        parts = (tuple(a) for a in node.args if isinstance(a, (list, tuple)) and a)
+        given = any(sizes in self._given for sizes in parts)
+        return [*(bound(t.numel() * t.element_size()) for t in tensors), unequal, given]
 
 
 def _is_same(other: Any, index: int, sizes: list[Any]) -> bool:
-    return isinstance(other, list) and other[index : index + 1] == [sizes]
+    return bool(_at(other, index) == sizes)
+
+
+def _at(other: Any, index: int) -> list[Any]:
+    """What a rank told of one call; nothing if it has no such call."""
+    told = other[index : index + 1] if isinstance(other, list) else []
+    return told[0] if told and isinstance(told[0], list) else []

@@ -78,8 +78,10 @@ FRAMES = _graphs(
 COMPILED_CODE = _graphs(
     "what Dynamo has compiled of a function",
     "correctness",
-    "graphs that ranks have agreed not to run any more are compiled again",
+    "graphs that ranks have agreed not to run any more are compiled again, and sizes that may be "
+    "others on other ranks are known",
     targets=names("torch._dynamo.symbolic_convert:InstructionTranslator", "current_tx")
+    + names("torch._guards:Guard", "name")
     + names("torch._dynamo.guards", "DeletedGuardManagerWrapper")
     + names("torch._C._dynamo.eval_frame", "_debug_get_cache_entry_list _ExtraState.invalidate"),
 )

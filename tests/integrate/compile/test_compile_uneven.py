@@ -9,7 +9,7 @@ import torch.distributed._functional_collectives as fc
 from ranks import pool_of
 
 import symmplan
-from symmplan.integrate.compile.exchanged import UNEVEN
+from symmplan.integrate.compile.exchanged import GIVEN, UNEVEN
 
 pytestmark = pytest.mark.ranks
 
@@ -40,15 +40,26 @@ def _trained(x, sends, gets):
 PROGRAMS = {f.__name__[1:]: f for f in (_there_and_back, _trained)}
 
 
-def _run(rank, world, program, tables, options, dynamic=None, columns=8):
+def _of_numbers(f):
+    """The program, which computes its lists from numbers; lists that it gets are another matter."""
+
+    def program(x, first, second, third, fourth):
+        return f(x, [first, second], [third, fourth])
+
+    return program
+
+
+def _run(rank, world, program, tables, options, dynamic=None, columns=8, lists=False):
     torch.compiler.reset()
     f, backend = PROGRAMS[program], symmplan.backend(memory="shm", timeout=30.0, **options)
+    f = f if lists else _of_numbers(f)
     compiled = torch.compile(f, backend=backend, dynamic=dynamic)
     for step, table in enumerate(tables):
         sends, gets = table[rank], [row[rank] for row in table]
         x = torch.arange(sum(sends) * columns * 1.0).view(-1, columns) / 8 + rank + step
         inputs = [x.clone().requires_grad_(program == "trained") for _ in range(2)]
-        got, want = (g(i, sends, gets) for g, i in zip((compiled, f), inputs, strict=True))
+        given = (sends, gets) if lists else (*sends, *gets)
+        got, want = (g(i, *given) for g, i in zip((compiled, f), inputs, strict=True))
         assert torch.equal(got, want), step
         if program == "trained":
             for result in (got, want):
@@ -133,6 +144,18 @@ BACK = [[[2, 2], [2, 2]], [[1, 3], [2, 4]], [[3, 2], [2, 2]], [[2, 2], [2, 2]], 
 def test_no_rank_returns_to_a_graph_in_which_they_are_placed(two, program, dynamic):
     found = two.run(_run, program, BACK, {"inner": "eager"}, dynamic)
     _judge(found, "balanced first")
+
+
+@pytest.mark.parametrize("dynamic", [False, None])
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("tables", [ALONE, BACK, TABLES["even"], TABLES["differing"]], ids=str)
+def test_lists_may_change_on_one_rank_alone(two, tables, program, dynamic):
+    found = two.run(_run, program, tables, {"inner": "eager"}, dynamic, 8, True)
+    assert found[0] == found[1]
+    reasons, exchanged, summed = found[0]
+    assert GIVEN in reasons
+    assert not exchanged
+    assert summed == (program == "there_and_back")
 
 
 def test_inductor_runs_them(two):
