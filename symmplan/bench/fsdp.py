@@ -151,9 +151,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for i in range(len(settings["tokens"]))
     ]
     first = ranks[0]
-    memory = {side: _most(ranks, side) for side in settings["sides"]}
+    memory = {side: _most(ranks, side) for side in first["memory"]}
+    skipped = {**about["skipped"], **first["left_out"]}
     told = {name: first.get(name) for name in ("how", "stats", "choices")}
     right = all(_right(run, settings) for run in runs)
+    told["skipped"] = skipped
     return {**about, "ok": right, "runs": runs, "memory": memory, **told}
 
 

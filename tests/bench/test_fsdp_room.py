@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from symmplan.bench import fsdp as bench_fsdp
+from symmplan.bench.parts import fsdp_ranks
 from symmplan.cli.shell import parser_of
 from symmplan.errors import RanksFailedError
 
@@ -73,3 +74,41 @@ def test_a_llama_has_an_embedding_and_a_head_if_it_has_a_vocabulary():
     assert planned["collectives"] == 3 * 3 + 2
     assert planned["difference"] == 0.0
     assert planned["losses_equal"]
+
+
+GiB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("free", "left_out"),
+    [
+        (79, {}),
+        (60, {"kept, pool"}),  # symmplan's side needs room, too
+        (45, {"kept", "kept, pool"}),
+        (None, {}),  # the CPU
+    ],
+)
+def test_a_side_for_which_there_is_no_room_is_left_out_before_it_takes_any(
+    free, left_out, monkeypatch
+):
+    peaks = {"plain": 29 * GiB, "kept": 34 * GiB, "kept, pool": 34 * GiB, "symmplan": 29 * GiB}
+    built = []
+
+    class Side:
+        handle, how = None, ""
+
+    def build(name, rank, options):
+        built.append(name)
+        return Side(), {"peak_device": peaks[name], "between_steps": 8 * GiB}
+
+    def room(needs):
+        return needs, free * GiB - 8 * GiB * len(built)
+
+    monkeypatch.setattr(fsdp_ranks, "_built", build)
+    monkeypatch.setattr(fsdp_ranks, "_needed_and_free", room)
+    monkeypatch.setattr(fsdp_ranks, "_run", lambda sides, tokens, options: [*sides])
+    device = "cpu" if free is None else "cuda"
+    found = fsdp_ranks.measure(0, {"sides": [*peaks], "tokens": [64], "device": device})
+    assert built == [side for side in peaks if side not in left_out] == found["runs"][0]
+    assert found["left_out"].keys() == set(left_out)
+    assert all("would be needed beside the other sides" in w for w in found["left_out"].values())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.bench.parts.fsdp_tables import counted_in
 from symmplan.bench.parts.timing import in_turns, tell
+from symmplan.report.format import size
 from symmplan.testing.ranks import mark
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ __all__ = ["difference", "measure", "worst"]
 _WARM_UP = 4
 #: Rounds before the timed ones, for each number of tokens.
 _SETTLE = 2
+#: The sides that are compared, whatever else there is.
+NEEDED = ("plain", "symmplan")
 _BYTES = ("peak_allocated", "peak_reserved", "device")
 
 
@@ -38,13 +41,20 @@ def measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     import attrs
 
     sides: dict[str, Side] = {}
-    memory = {}
+    memory: dict[str, dict[str, int]] = {}
     ballast = _ballast(options.get("left"))
-    for name in options["sides"]:
+    wanted, left_out = options["sides"], {}
+    for i, name in enumerate(wanted):
+        if memory and name not in NEEDED and options["device"] == "cuda":
+            why = _no_room(memory, last="symmplan" not in wanted[i:])
+            if why is not None:
+                left_out[name] = why
+                continue
         mark(f"building {name}")
         sides[name], memory[name] = _built(name, rank, options)
     result: dict[str, Any] = {
         "memory": memory,
+        "left_out": left_out,
         "runs": [_run(sides, tokens, options) for tokens in options["tokens"]],
         "how": {name: side.how for name, side in sides.items() if side.how},
     }
@@ -58,6 +68,39 @@ def measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     result["retries"] = _retries()
     del ballast
     return result
+
+
+def _no_room(memory: Mapping[str, Mapping[str, int]], *, last: bool) -> str | None:
+    """Why another side would leave no room for those that are needed; None if it would.
+
+    A side takes as much again as the largest so far, and a quarter more, because kept parameters
+    are more bytes. What it keeps between its steps, symmplan's side cannot have.
+
+    Args:
+        memory: The bytes of the sides that were built.
+        last: Whether symmplan's side is there already, or not asked for.
+
+    Collective: yes.
+    """
+    most = max(of["peak_device"] for of in memory.values())
+    kept = max(of["between_steps"] for of in memory.values())
+    needs, free = _needed_and_free(most + most // 4 + (0 if last else kept))
+    if needs <= free:
+        return None
+    return f"{size(needs)} would be needed beside the other sides, {size(free)} are free"
+
+
+def _needed_and_free(needs: int) -> tuple[int, int]:
+    """The most that a rank needs, and the least that one has free or cached. Collective: yes."""
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.synchronize()
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    least = torch.tensor([-needs, torch.cuda.mem_get_info()[0] + cached], device="cuda")
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    needed, free = least.tolist()
+    return -int(needed), int(free)
 
 
 def _ballast(left: float | None) -> torch.Tensor | None:
@@ -104,6 +147,7 @@ def _built(name: str, rank: int, options: Mapping[str, Any]) -> tuple[Side, dict
         after = _device_bytes()
         found |= {key: after[key] - before[key.removeprefix("peak_")] for key in _BYTES}
         found["peak_device"] = max(most, after["device"]) - before["device"]
+        found["between_steps"] = after["allocated"] - before["allocated"]
         if side.handle is not None:
             stats = side.handle.stats
             found |= dict(stats.beyond_segments) | {"without_owner": stats.bytes_without_owner}
