@@ -107,8 +107,8 @@ class SymmplanError(Exception):
 def closest(given: object, names: Iterable[object]) -> str | None:
     """The one of ``names`` that was probably meant, if one is close.
 
-    >>> closest("shmem", ("nccl", "shm")), closest("tape", ("nccl", "shm"))
-    ('shm', None)
+    >>> [closest(given, ("nccl", "shm")) for given in ("shmem", "shn", "tape")]
+    ['shm', 'shm', None]
     """
     import difflib
 

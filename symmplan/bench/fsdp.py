@@ -152,10 +152,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     ]
     first = ranks[0]
     memory = {side: _most(ranks, side) for side in first["memory"]}
-    skipped = {**about["skipped"], **first["left_out"]}
     told = {name: first.get(name) for name in ("how", "stats", "choices")}
     right = all(_right(run, settings) for run in runs)
-    told["skipped"] = skipped
+    told["skipped"] = {**about["skipped"], **first["left_out"]}
     return {**about, "ok": right, "runs": runs, "memory": memory, **told}
 
 

@@ -114,7 +114,7 @@ def _too_large(row: dict[str, Any]) -> str:
 
 def _measure(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     """What every rank runs."""
-    free = _least_free(timing.device_of(settings, rank))
+    free = timing.least_free(timing.device_of(settings, rank))
     kinds, left_out = [], []
     for tokens in settings["tokens"]:
         for what in _SHAPES:
@@ -126,24 +126,6 @@ def _measure(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     shown = timing.marked(kinds, lambda kind: f"{kind[0]} of {kind[1]} tokens")
     rows = [_compare(what, tokens, rank, settings) for what, tokens in shown]
     return {"rows": rows, "left_out": left_out}
-
-
-def _least_free(device: torch.device) -> int | None:
-    """The least bytes that tensors may still take on the device of a rank; None on the CPU.
-
-    Collective: yes.
-    """
-    import torch
-    import torch.distributed as dist
-
-    from symmplan.memory.device_memory import device_memory
-
-    there = device_memory(device)
-    if there is None:
-        return None
-    free = torch.tensor(there.free + there.reserved - there.allocated, device=device)
-    dist.all_reduce(free, op=dist.ReduceOp.MIN)
-    return int(free.item())
 
 
 def _bytes_of(what: str, tokens: int, settings: dict[str, Any]) -> int:

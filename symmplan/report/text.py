@@ -47,8 +47,8 @@ def plan_summary(plan: Plan, choices: Iterable[Any] = ()) -> str:
     ]
     if plan.unsharded_modules is not None:
         lines.append(f"unsharded modules: {plan.unsharded_modules:,} at once")
-    measured = [(*row[:-1], row[-1] or "not measured") for row in choice_rows(choices)]
-    lines += ["collectives:", *table(measured, {2})] if measured else []
+    rows = choice_rows(choices)
+    lines += ["collectives:", *table(rows, {2})] if rows else []
     for part in (_budget_lines, _segment_lines, _placed_lines, _crossing_lines, _barrier_lines):
         lines += part(plan)
     return "\n".join([*lines, *_unplanned_lines(plan.unplanned)])
@@ -63,7 +63,8 @@ def choice_rows(choices: Iterable[Any]) -> list[tuple[str, str, str, str, str]]:
             size(c.nbytes),
             c.algorithm,
             ", ".join(f"{which} {s * 1e3:.3g} ms" for which, s in c.seconds.items())
-            or visible(c.ruled),
+            or visible(c.ruled)
+            or "not measured",
         )
         for c in choices
     ]

@@ -101,14 +101,14 @@ def test_a_side_for_which_there_is_no_room_is_left_out_before_it_takes_any(
         built.append(name)
         return Side(), {"peak_device": peaks[name], "between_steps": 8 * GiB}
 
-    def room(needs):
-        return needs, free * GiB - 8 * GiB * len(built)
+    def room(device, needs):
+        return None if free is None else free * GiB - 8 * GiB * len(built) - needs
 
     monkeypatch.setattr(fsdp_ranks, "_built", build)
-    monkeypatch.setattr(fsdp_ranks, "_needed_and_free", room)
+    monkeypatch.setattr(fsdp_ranks, "least_free", room)
     monkeypatch.setattr(fsdp_ranks, "_run", lambda sides, tokens, options: [*sides])
     device = "cpu" if free is None else "cuda"
     found = fsdp_ranks.measure(0, {"sides": [*peaks], "tokens": [64], "device": device})
     assert built == [side for side in peaks if side not in left_out] == found["runs"][0]
     assert found["left_out"].keys() == set(left_out)
-    assert all("would be needed beside the other sides" in w for w in found["left_out"].values())
+    assert all("GiB of the device are missing" in w for w in found["left_out"].values())

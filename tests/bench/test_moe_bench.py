@@ -39,7 +39,7 @@ def test_each_result_of_the_other_side_is_waited_for(two, what):
 def test_sizes_that_do_not_fit_the_device_are_left_out(monkeypatch):
     ran = []
     settings = {**SETTINGS, "width": 4096, "tokens": [16384, 65536]}
-    monkeypatch.setattr(moe, "_least_free", lambda _: 16 * GiB)
+    monkeypatch.setattr(moe.timing, "least_free", lambda _: 16 * GiB)
     monkeypatch.setattr(moe, "_compare", lambda what, tokens, *_: ran.append((what, tokens)))
     found = moe._measure(0, settings)
     assert ran == [(what, 16384) for what in moe._SHAPES] + [
@@ -62,4 +62,4 @@ def test_sizes_of_which_none_fits_are_an_error(monkeypatch):
 
 
 def test_the_cpu_says_nothing_of_free_bytes():
-    assert moe._least_free(torch.device("cpu")) is None
+    assert moe.timing.least_free(torch.device("cpu")) is None

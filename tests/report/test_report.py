@@ -125,7 +125,9 @@ def test_collectives_have_the_milliseconds_that_were_measured(name):
     ]
     plan = simple()
     last = "ordinary 2.1 ms, symmetric 1.59 ms, copy engine 0.113 ms"
-    cells = _Page(plan_html(plan, choices=choices)).texts["td"]
+    texts = _Page(plan_html(plan, choices=choices)).texts
+    assert "beside it in ordinary memory" in texts["dt"]
+    cells = texts["td"]
     assert "".join(cells[:5]) == f"all_gathergroup {visible(name)}416 MiBcopy engine{last}"
     assert cells[-1] == visible(name)
     (first,) = (line for line in plan.summary(choices).splitlines() if "all_gather" in line)

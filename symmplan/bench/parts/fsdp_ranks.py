@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from symmplan.bench.parts.fsdp_tables import counted_in
-from symmplan.bench.parts.timing import in_turns, tell
+from symmplan.bench.parts.timing import device_of, in_turns, least_free, tell
 from symmplan.report.format import size
 from symmplan.testing.ranks import mark
 
@@ -25,7 +25,7 @@ _WARM_UP = 4
 #: Rounds before the timed ones, for each number of tokens.
 _SETTLE = 2
 #: The sides that are compared, whatever else there is.
-NEEDED = ("plain", "symmplan")
+_NEEDED = ("plain", "symmplan")
 _BYTES = ("peak_allocated", "peak_reserved", "device")
 
 
@@ -45,8 +45,9 @@ def measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     ballast = _ballast(options.get("left"))
     wanted, left_out = options["sides"], {}
     for i, name in enumerate(wanted):
-        if memory and name not in NEEDED and options["device"] == "cuda":
-            why = _no_room(memory, last="symmplan" not in wanted[i:])
+        if memory and name not in _NEEDED:
+            device = device_of(options, rank)
+            why = _no_room(device, memory, last="symmplan" not in wanted[i:])
             if why is not None:
                 left_out[name] = why
                 continue
@@ -70,37 +71,27 @@ def measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _no_room(memory: Mapping[str, Mapping[str, int]], *, last: bool) -> str | None:
+def _no_room(
+    device: torch.device, memory: Mapping[str, Mapping[str, int]], *, last: bool
+) -> str | None:
     """Why another side would leave no room for those that are needed; None if it would.
 
     A side takes as much again as the largest so far, and a quarter more, because kept parameters
     are more bytes. What it keeps between its steps, symmplan's side cannot have.
 
     Args:
+        device: This rank's.
         memory: The bytes of the sides that were built.
         last: Whether symmplan's side is there already, or not asked for.
 
     Collective: yes.
     """
-    most = max(of["peak_device"] for of in memory.values())
-    kept = max(of["between_steps"] for of in memory.values())
-    needs, free = _needed_and_free(most + most // 4 + (0 if last else kept))
-    if needs <= free:
+    most = max(of.get("peak_device", 0) for of in memory.values())
+    kept = max(of.get("between_steps", 0) for of in memory.values())
+    left = least_free(device, most + most // 4 + (0 if last else kept))
+    if left is None or left >= 0:
         return None
-    return f"{size(needs)} would be needed beside the other sides, {size(free)} are free"
-
-
-def _needed_and_free(needs: int) -> tuple[int, int]:
-    """The most that a rank needs, and the least that one has free or cached. Collective: yes."""
-    import torch
-    import torch.distributed as dist
-
-    torch.cuda.synchronize()
-    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    least = torch.tensor([-needs, torch.cuda.mem_get_info()[0] + cached], device="cuda")
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    needed, free = least.tolist()
-    return -int(needed), int(free)
+    return f"beside the other sides {size(-left)} of the device are missing for it"
 
 
 def _ballast(left: float | None) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ __all__ = [
     "alternate",
     "device_of",
     "in_turns",
+    "least_free",
     "marked",
     "median_ms",
     "meet",
@@ -31,6 +32,28 @@ def device_of(settings: Mapping[str, Any], rank: int) -> torch.device:
     import torch
 
     return torch.device("cuda", rank) if settings["device"] == "cuda" else torch.device("cpu")
+
+
+def least_free(device: torch.device, needs: int = 0) -> int | None:
+    """The least bytes that are left on a rank's device, free or cached; None on the CPU.
+
+    Args:
+        device: This rank's.
+        needs: Bytes that this rank needs besides; if they are not there, the result is below 0.
+
+    Collective: yes.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from symmplan.memory.device_memory import device_memory
+
+    there = device_memory(device)
+    if there is None:
+        return None
+    left = torch.tensor(there.free + there.reserved - there.allocated - needs, device=device)
+    dist.all_reduce(left, op=dist.ReduceOp.MIN)
+    return int(left.item())
 
 
 def meet() -> None:
