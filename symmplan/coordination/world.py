@@ -77,7 +77,8 @@ class World:
         hold: The same of gradients that a plan keeps, with the bytes of an element, until nothing
             refers to a tensor's storage any more.
         is_segment: Told of a tensor that lies in a segment.
-        allocated: Bytes of tensors that lie in no segment: now, and the most so far.
+        allocated: Bytes of tensors that lie in no segment, now and the most so far, and the most
+            that torch's allocator had of a device for them.
         lately: The most since who asks has asked before.
         on_join: Called when a new planner joins.
         reads_values: Whether an error says that a tensor has no value.
@@ -100,7 +101,7 @@ class World:
     seen: Callable[[torch.Tensor], Any] = id
     hold: Callable[[Sequence[torch.Tensor], int, torch.Tensor], Any] = lambda *_: None
     is_segment: Callable[[torch.Tensor], Any] = id
-    allocated: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    allocated: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
     lately: Callable[[Any], int] = lambda _: 0
     on_join: Callable[[], Any] = int
     reads_values: Callable[[BaseException], bool] = bool

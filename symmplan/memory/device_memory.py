@@ -30,8 +30,8 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
     """
     world = current()
     if world is not None:
-        now, most = world.allocated()
-        return DeviceMemory(1 << 60, now, most, now, most) if world.devices else None
+        now, most, reserved = world.allocated()
+        return DeviceMemory(1 << 60, now, reserved, now, most) if world.devices else None
     return device_of(device).memory()
 
 

@@ -1,5 +1,8 @@
 """Counts a program's ordinary memory by the storages of fake tensors.
 
+What tensors have is counted, and on devices also what torch's caching allocator would have for
+them, see [Note: the caching allocator] in `symmplan.simulation.allocator`.
+
 [Note: kinds are found later]
     The kind of a storage is not known when it is made: a gradient is a result like any other until
     it is assigned to a parameter, and a later plan decides which buffers lie in placements. So each
@@ -10,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,12 +25,15 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from symmplan.simulation.allocator import CachingAllocator
 from symmplan.torch_private.autograd import local_part
-from symmplan.torch_private.fake_world import followed_memory
+from symmplan.torch_private.fake_world import current_stream, followed_memory
 from symmplan.torch_private.ops import tree_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+
+    from symmplan.simulation.allocator import CachedBlock
 
 __all__ = ["Kind", "Storages"]
 
@@ -35,33 +42,65 @@ Kind = Literal["parameters", "gradients", "optimizer", "activations", "placed", 
 
 @define(eq=False)
 class _Storage:
-    """A storage: what it is for, its size in bytes now, and what is done when it is gone."""
+    """A storage: where it is and for what, its bytes now, and what is done when it is gone."""
 
+    device: torch.device
     kind: Kind = "activations"
     nbytes: int = 0
     then: list[Callable[[], None]] = field(factory=list)
 
 
 @define(eq=False)
+class _Cached:
+    """What torch's allocator has for storages that come and go.
+
+    Attributes:
+        highest: The most bytes that it had of the driver.
+    """
+
+    highest: int = 0
+    _allocator: CachingAllocator = field(factory=CachingAllocator)
+    _blocks: dict[_Storage, tuple[int, CachedBlock]] = field(factory=dict)
+
+    def change(self, storage: _Storage, change: int, stream: Hashable) -> None:
+        """The bytes of a storage become more or less, on a stream."""
+        nbytes, block = self._blocks.pop(storage, (0, None))
+        if block is not None:
+            self._allocator.drop(block)
+        if nbytes + change:
+            taken = self._allocator.take(nbytes + change, stream)
+            self._blocks[storage] = nbytes + change, taken
+        self.highest = max(self.highest, self._allocator.reserved)
+
+    def begin(self) -> None:
+        """Forget the most, and give back what is cached."""
+        self._allocator.empty()
+        self.highest = self._allocator.reserved
+
+
+@define(eq=False)
 class Storages:
     """The storages of a program."""
 
-    _changes: list[tuple[_Storage, int]] = field(factory=list)
+    _changes: list[tuple[_Storage, int, Hashable]] = field(factory=list)
     _live: dict[int, tuple[_Storage, Any]] = field(factory=dict)
     _begin: int = 0
     _now: int = 0
     _highest: int = 0
     _lately: dict[Any, int] = field(factory=dict)
     _modules: weakref.WeakSet[torch.nn.Module] = field(factory=weakref.WeakSet)
+    _cached: _Cached = field(factory=_Cached)
+    _followed: int = 0
 
     def seen(self, tensor: torch.Tensor) -> _Storage:
         """The storage of a tensor; of a DTensor, of its part."""
-        storage = local_part(tensor).untyped_storage()
+        part = local_part(tensor)
+        storage = part.untyped_storage()
         key = storage._cdata
         found = self._live.get(key)
         if found is not None:
             return found[0]
-        made = _Storage()
+        made = _Storage(part.device)
 
         def gone(_: Any) -> None:
             self._live.pop(key, None)
@@ -84,15 +123,29 @@ class Storages:
 
     def begin(self) -> None:
         """The program has built what it trains. It may have built more than one thing."""
+        self._follow()
+        self._cached.begin()
         self._begin, self._highest = len(self._changes), self._now
 
-    def allocated(self) -> tuple[int, int]:
-        """Bytes of all but segments: now, and at most since the program has built what it trains.
+    def allocated(self) -> tuple[int, int, int]:
+        """Bytes of all but segments.
 
         All is counted where FSDP2 has it that will lie in a placement.
+
+        Returns:
+            What tensors have now; the most that they had since the program has built what it
+            trains; and the most that torch's allocator had since then.
         """
         self._count()
-        return self._now, self._highest
+        self._follow()
+        return self._now, self._highest, self._cached.highest
+
+    def _follow(self) -> None:
+        """Let torch's allocator serve what has happened since."""
+        for storage, change, stream in self._changes[self._followed :]:
+            if storage.kind not in ("segment", "held"):
+                self._cached.change(storage, change, stream)
+        self._followed = len(self._changes)
 
     def lately(self, asker: Any) -> int:
         """The most since ``asker`` asked for it; now, if that is the first time."""
@@ -113,7 +166,9 @@ class Storages:
             storage.kind = "segment"
             self._now -= storage.nbytes
 
-    def hold(self, gradients: Sequence[torch.Tensor], itemsize: int, tensor: torch.Tensor) -> Any:
+    def hold(
+        self, gradients: Sequence[torch.Tensor], itemsize: int, tensor: torch.Tensor
+    ) -> list[_Storage]:
         """Gradients that a planned program keeps until a tensor's storage is gone.
 
         They count from the moment on at which this program drops them.
@@ -123,22 +178,24 @@ class Storages:
             itemsize: Bytes of an element as they are kept.
             tensor: The tensor.
         """
-        made, over = _Storage("held"), weakref.ref(tensor.untyped_storage())
-        for gradient in gradients:
+        over = weakref.ref(tensor.untyped_storage())
+        made = [_Storage(local_part(gradient).device, "held") for gradient in gradients]
+
+        def keep(kept: _Storage, nbytes: int) -> None:
+            if over() is not None:
+                self._resize(kept, nbytes)
+
+        for gradient, kept in zip(gradients, made, strict=True):
             nbytes = gradient.numel() * itemsize
-
-            def keep(nbytes: int = nbytes) -> None:
-                if over() is not None:
-                    self._resize(made, made.nbytes + nbytes)
-
-            self.seen(gradient).then.append(keep)
-        weakref.finalize(tensor.untyped_storage(), self._resize, made, 0).atexit = False
+            self.seen(gradient).then.append(functools.partial(keep, kept, nbytes))
+            weakref.finalize(tensor.untyped_storage(), self._resize, kept, 0).atexit = False
         return made
 
     def _resize(self, storage: _Storage, nbytes: int) -> None:
-        if nbytes == storage.nbytes:
+        if nbytes == storage.nbytes or storage.device.type == "meta":
             return
-        self._changes.append((storage, nbytes - storage.nbytes))
+        change = nbytes - storage.nbytes
+        self._changes.append((storage, change, current_stream(storage.device)))
         if storage.kind not in ("segment", "held"):
             self._count()
             self._now += nbytes - storage.nbytes
@@ -200,7 +257,7 @@ class Storages:
         now["optimizer"] = self._most("optimizer")
         most, at = -1, dict(now)
         total = 0
-        for index, (storage, change) in enumerate(self._changes):
+        for index, (storage, change, _) in enumerate(self._changes):
             kind: Kind = "activations" if storage in held else storage.kind
             if kind not in now or kind == "optimizer":
                 continue
@@ -216,13 +273,32 @@ class Storages:
         The same count as in `peak`.
         """
         most = total = 0
-        for index, (storage, change) in enumerate(self._changes):
+        for index, (storage, change, _) in enumerate(self._changes):
             if storage.kind not in ("segment", "optimizer", "held"):
                 total += change
                 most = max(most, total if index >= self._begin else 0)
         return most + self._most("optimizer")
 
+    def reserved(self, *, without: bool, held: Collection[_Storage] = ()) -> int:
+        """The most bytes that torch's allocator has for what `peak` counts.
+
+        Args:
+            without: Whether nothing lies in a placement: what `most_without` counts.
+            held: As for `peak`.
+        """
+        cached = _Cached()
+        left = ("segment", "optimizer", "held") if without else ("segment", "optimizer", "placed")
+        states = [c for c in self._changes if c[0].kind == "optimizer" and c[1] > 0]
+        for index, (storage, change, stream) in enumerate(self._changes):
+            if index == self._begin:
+                cached.begin()
+                for state in states:
+                    cached.change(*state)
+            if storage in held or (storage.kind != "held" and storage.kind not in left):
+                cached.change(storage, change, stream)
+        return cached.highest
+
     def _most(self, kind: Kind) -> int:
         """Peak bytes of a kind."""
-        sizes = accumulate((n for s, n in self._changes if s.kind == kind), initial=0)
+        sizes = accumulate((n for s, n, _ in self._changes if s.kind == kind), initial=0)
         return max(sizes)

@@ -111,6 +111,10 @@ class SimulationReport:
             count even after these have ended.
         lower_bound_bytes: Proven minimum of the plans' segments, in bytes.
         ordinary_bytes: Bytes of ordinary memory, without the tensors in placements.
+        cached_bytes: Bytes that torch's allocator has of a device besides, at most: it rounds
+            sizes, keeps free blocks, and loses some to fragments. 0 in memory of the host.
+        beyond_bytes: Bytes that communicators for copy engines, windows and rendezvous of NCCL
+            take. The program's own communicators, which it has without symmplan, too, do not count.
         device_bytes_without: Peak of the rank's device memory without symmplan, counted like
             `device_bytes`.
         collectives: The program's collectives, by op, size, group and algorithm.
@@ -123,6 +127,8 @@ class SimulationReport:
     peak_bytes: int
     lower_bound_bytes: int
     ordinary_bytes: Ordinary
+    cached_bytes: int
+    beyond_bytes: int
     device_bytes_without: int
     collectives: tuple[Collective, ...]
 
@@ -135,8 +141,9 @@ class SimulationReport:
 
     @property
     def device_bytes(self) -> int:
-        """Peak of tensors and symmetric memory on the rank's device, in bytes."""
-        return self.peak_bytes + self.ordinary_bytes.total
+        """Peak of what the rank's device has to have, in bytes."""
+        tensors = self.peak_bytes + self.ordinary_bytes.total
+        return tensors + self.cached_bytes + self.beyond_bytes
 
     def to_json(self) -> str:
         """The report as JSON, with the facts and fingerprints of the plans."""
@@ -153,6 +160,8 @@ class SimulationReport:
             "device_bytes": self.device_bytes,
             "device_bytes_without": self.device_bytes_without,
             "ordinary_bytes": {**asdict(self.ordinary_bytes), "total": self.ordinary_bytes.total},
+            "cached_bytes": self.cached_bytes,
+            "beyond_bytes": self.beyond_bytes,
             "collectives": [asdict(c) for c in self.collectives],
             "plans": [plan_facts(plan) for plan in self.plans],
         }
@@ -200,7 +209,7 @@ class SimulationReport:
 
     def _fits(self, capacity: int) -> list[Answer]:
         ordinary = self.ordinary_bytes
-        all_ = self.peak_bytes + ordinary.total
+        all_ = self.device_bytes
         text = f"{size(all_)} are needed, {size(capacity)} are there: "
         if all_ > capacity:
             return [Answer("fits", f"{text}{size(all_ - capacity)} too much", capacity - all_)]
@@ -213,6 +222,11 @@ class SimulationReport:
                 found.append(Answer("fits", text, int(nbytes * (factor - 1))))
         return found
 
+    def _parts(self) -> dict[str, int]:
+        """What the device has beside symmetric memory, in bytes."""
+        beside = {"cached": self.cached_bytes, "beyond": self.beyond_bytes}
+        return {**asdict(self.ordinary_bytes), **beside}
+
     def to_html(self) -> str:
         """A self-contained HTML page with the picture of each plan."""
         ordinary = self.ordinary_bytes
@@ -221,7 +235,7 @@ class SimulationReport:
             ("symmetric memory", size(self.peak_bytes), bound),
             ("ordinary memory", size(ordinary.total), "at its peak"),
             ("device", size(self.device_bytes), f"without {size(self.device_bytes_without)}"),
-            *((name, size(nbytes), "") for name, nbytes in asdict(ordinary).items()),
+            *((name, size(nbytes), "") for name, nbytes in self._parts().items()),
         ]
         rows = "".join(
             f'<tr><td class="n">{c.count:,}<td>{escape(visible(c.op))}'
@@ -251,6 +265,8 @@ class SimulationReport:
             f"                  {size(self.lower_bound_bytes)} at least",
             f"ordinary memory   {size(ordinary.total)} at its peak",
             *table([(n, size(b)) for n, b in asdict(ordinary).items()]),
+            f"cached            {size(self.cached_bytes)} by torch's allocator",
+            f"beyond            {size(self.beyond_bytes)} by communicators and windows",
             f"device            {size(self.device_bytes)} at its peak",
             f"                  {size(self.device_bytes_without)} without symmplan",
             "collectives",

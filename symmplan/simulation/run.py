@@ -32,7 +32,7 @@ from symmplan.torch_private.table import require
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from symmplan.model import AlgorithmName, Plan
 
@@ -40,6 +40,9 @@ __all__ = ["simulate"]
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "symmplan")
 _MEMORIES = ("auto", "nccl", "cuda", "nvshmem", "shm")
+#: What NCCL 2.28.9 takes on an H100 of two: for a communicator of copy engines, for a segment that
+#: is registered with one, and for each rendezvous. See ``docs/benchmarks.md``.
+_COMMUNICATOR, _WINDOW, _RENDEZVOUS = 10 << 20, 36 << 20, 38 << 20
 #: Seconds between two lines that say how far a simulation is.
 _TELL = 2.0
 _ITEM = "read values where the program is not simulated: return tensors, and log them outside"
@@ -169,7 +172,7 @@ def simulate(
     enter(world)
     try:
         with (
-            fake_world.fake_world(ranks, rank, check_mesh) as mode,
+            fake_world.fake_world(ranks, rank, check_mesh, devices=world.devices) as mode,
             storages.watched(),
             fake_world.WatchMode(seen, mode),
         ):
@@ -221,8 +224,14 @@ def _report(
         if planner.algorithm(known_by) != "ordinary":
             storage.kind = "placed"
     # A push has its gradients until it is over.
-    held = {s for planner, known_by, s in world.held if planner.algorithm(known_by) in PUSHES}
+    pushed = (made for planner, at, made in world.held if planner.algorithm(at) in PUSHES)
+    held = {storage for made in pushed for storage in made}
     kinds = Counter(_algorithms(world, others))
+    ordinary = Ordinary(**storages.peak(held))
+    cached, without = 0, storages.most_without()
+    if world.devices:
+        cached = storages.reserved(without=False, held=held) - ordinary.total
+        without = storages.reserved(without=True)
     return SimulationReport(
         ranks=world.ranks,
         rank=world.rank,
@@ -230,13 +239,28 @@ def _report(
         plans=tuple(plans),
         peak_bytes=sum(s.nbytes for s in world.segments if not s.released),
         lower_bound_bytes=sum(p.lower_bound_bytes for p in plans),
-        ordinary_bytes=Ordinary(**storages.peak(held)),
-        device_bytes_without=storages.most_without(),
+        ordinary_bytes=ordinary,
+        cached_bytes=cached,
+        beyond_bytes=_beyond(world, kinds),
+        device_bytes_without=without,
         collectives=tuple(
             Collective(call.op, n, call.nbytes, call.group, _size(call), algorithm)
             for (call, algorithm), n in kinds.items()
         ),
     )
+
+
+def _beyond(world: World, kinds: Collection[tuple[SimulatedCall, AlgorithmName]]) -> int:
+    """Bytes of a device that NCCL takes for the plans."""
+    if world.memory != "nccl":
+        return 0
+    engines = {call.group for call, algorithm in kinds if algorithm == "copy engine"}
+    nbytes = len(engines) * _COMMUNICATOR
+    for segment in world.segments:
+        if not segment.released:
+            nbytes += len({*map(id, segment.rendezvous.values())}) * _RENDEZVOUS
+            nbytes += len(engines & segment.rendezvous.keys()) * _WINDOW
+    return nbytes
 
 
 def _algorithms(

@@ -30,13 +30,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from symmplan.torch_private.fake_results import DEVICE, Results
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from typing_extensions import Self
 
 __all__ = [
     "WatchMode",
+    "current_stream",
     "fake_world",
     "followed_memory",
     "in_pipeline",
@@ -145,9 +146,48 @@ class _Chunks:
         return self._tensor.narrow(self._dim, begin, min(self._each, have))
 
 
+class _FusedNorm(torch.autograd.Function):
+    """The tensors of an RMS norm as CUDA has it: one kernel, which keeps a number for each row.
+
+    Source: ``_fused_rms_norm`` of ATen, of which the CPU has no kernel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=wide))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        _, weight, _ = ctx.saved_tensors
+        (gradient,) = gradients
+        return gradient.clone(), None if weight is None else torch.empty_like(weight)
+
+
+def _as_on_devices(norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.nn.functional.rms_norm`, which the CPU computes in several wide tensors."""
+
+    @functools.wraps(norm)
+    def run(x: torch.Tensor, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+        own = torch.compiler.is_compiling() or isinstance(x, DTensor) or isinstance(weight, DTensor)
+        mixed = weight is not None and weight.dtype != x.dtype
+        if own or mixed or len(shape) != 1:
+            return norm(x, shape, weight, eps)
+        return _FusedNorm.apply(x, weight)  # type: ignore[no-untyped-call]
+
+    return run
+
+
+def current_stream(device: torch.device) -> Hashable:
+    """The current stream of a simulated program, which is FSDP2's own in its collectives."""
+    stream: Hashable = torch.get_device_module(device).current_stream()
+    return stream
+
+
 @contextlib.contextmanager
 def fake_world(
-    ranks: int, rank: int, check_mesh: Callable[[int], None]
+    ranks: int, rank: int, check_mesh: Callable[[int], None], *, devices: bool
 ) -> Iterator[fake_tensor.FakeTensorMode]:
     """This process is a rank of a world of fake process groups; new tensors are fake.
 
@@ -155,6 +195,7 @@ def fake_world(
         ranks: How many ranks there are.
         rank: This one.
         check_mesh: Called with the size of each mesh that is to have all ranks; may raise.
+        devices: Whether ops have the tensors that they have on CUDA devices.
 
     Yields:
         The mode of its tensors.
@@ -171,6 +212,9 @@ def fake_world(
         with contextlib.ExitStack() as stack:
             for patch in _patches(mode, check_mesh):
                 stack.enter_context(patch)
+            if devices:
+                norm = _as_on_devices(torch.nn.functional.rms_norm)
+                stack.enter_context(rows.FAKE_NORMS.replaced(rms_norm=norm))
             stack.enter_context(mode)
             yield mode
     finally:

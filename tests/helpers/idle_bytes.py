@@ -90,7 +90,8 @@ PROGRAMS = {
 
 def lent(world, plans, storages, report):
     """The peak if each idle symmetric byte could hold an ordinary one, in bytes."""
-    held = {s for planner, key, s in world.held if planner.algorithm(key) in PUSHES}
+    pushed = (made for planner, key, made in world.held if planner.algorithm(key) in PUSHES)
+    held = {storage for made in pushed for storage in made}
     places = [
         {name.partition(".")[2] or name: p.nbytes for name, p in plan.placements.items()}
         for plan in plans
@@ -102,7 +103,7 @@ def lent(world, plans, storages, report):
         if of is planner and s.kind == "placed"
     }
     live, ordinary, most = Counter(), report.ordinary_bytes.optimizer, 0
-    for index, (storage, change) in enumerate(storages._changes):
+    for index, (storage, change, _) in enumerate(storages._changes):
         kind = "activations" if storage in held else storage.kind
         if id(storage) in owner and kind == "placed":
             live[owner[id(storage)]] += change
@@ -126,13 +127,13 @@ def _occupied(live, places, segments):
 
 
 def bound_of(program, ranks, **options):
-    """A program's report, and what `lent` says of it."""
+    """A program's report, what `lent` says of it, and its tensors' peak without symmplan."""
     found = []
     make = run._report
 
     def report(world, others, plans, storages):
         made = make(world, others, plans, storages)
-        found.append(lent(world, plans, storages, made))
+        found.append((lent(world, plans, storages, made), storages.most_without()))
         return made
 
     run._report = report
@@ -140,7 +141,12 @@ def bound_of(program, ranks, **options):
         made = symmplan.simulate(functools.partial(program, **options), ranks=ranks)
     finally:
         run._report = make
-    return made, found[0]
+    return made, *found[0]
+
+
+def tensors_of(report):
+    """Bytes of tensors and segments at their peak."""
+    return report.peak_bytes + report.ordinary_bytes.total
 
 
 def rows(names):
@@ -148,15 +154,15 @@ def rows(names):
     for name in names:
         program, options, ranks = PROGRAMS[name]
         for capacity in (None, "1 TiB"):
-            report, least = bound_of(program, ranks, **options, capacity=capacity)
+            report, least, without = bound_of(program, ranks, **options, capacity=capacity)
             placed = sum(c.count for c in report.collectives if c.algorithm != "ordinary")
             yield {
                 "program": name,
                 "plan": "default" if capacity is None else "not limited",
                 "placed": placed,
                 "symmetric": report.peak_bytes,
-                "without": report.device_bytes_without,
-                "device": report.device_bytes,
+                "without": without,
+                "device": tensors_of(report),
                 "lent": least,
             }
 

@@ -83,6 +83,8 @@ def test_a_simulation():
         peak_bytes=plan.peak_bytes,
         lower_bound_bytes=plan.lower_bound_bytes,
         ordinary_bytes=Ordinary(1 << 20, 0, 0, 0),
+        cached_bytes=0,
+        beyond_bytes=0,
         device_bytes_without=2 << 20,
         collectives=(),
     )

@@ -212,7 +212,7 @@ def test_a_table_says_how_collectives_run(tmp_path):
     report = symmplan.simulate(wide, ranks=16, choices=path)
     assert {(c.op, c.algorithm) for c in report.collectives} == {
         ("all_gather", "symmetric"),
-        ("reduce_scatter", "shared push"),
+        ("reduce_scatter", "push"),
     }
     path.with_name("none.json").write_text("{}")
     with pytest.raises(
@@ -255,7 +255,9 @@ def test_a_report_answers_questions():
     assert facts["peak_bytes"] == report.peak_bytes
     assert report.plans[0].fingerprint in report.summary()
     assert "<table>" in report.to_html()
-    needed = report.peak_bytes + report.ordinary_bytes.total
+    needed = report.device_bytes
+    tensors = report.peak_bytes + report.ordinary_bytes.total
+    assert needed == tensors + report.cached_bytes + report.beyond_bytes
     kinds = {a.kind for a in report.advice(2 * needed)}
     assert kinds >= {"peak", "fits"}
     (short,) = (a for a in report.advice(needed - 1) if a.kind == "fits")

@@ -48,6 +48,13 @@ FAKE_MEMORY = _simulated(
     + names("torch.autograd", "backward"),
 )
 
+FAKE_NORMS = _simulated(
+    "RMS norms of a simulated program",
+    "reporting",
+    "simulations count what an RMS norm keeps on a device",
+    targets=names("torch.nn.functional", "rms_norm"),
+)
+
 FAKE_MESHES = _simulated(
     "meshes of a simulated program",
     "reporting",
