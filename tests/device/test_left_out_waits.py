@@ -1,7 +1,8 @@
-"""A wait of symmplan that is left out is seen over the doubles: results are wrong, or it is listed.
+"""A wait of symmplan that is left out is seen over the doubles, as a race between streams.
 
-Side streams of the doubles run when something waits for them, and not before. What is queued on the
-default stream runs at once, so a side stream that does not wait for that stream is not seen.
+Side streams of the doubles run when something waits for them, and not before, so most of these
+races also make results wrong. What is queued on the default stream runs at once, so a side stream
+that does not wait for that stream is a race with the right results.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 from unittest import mock
 
 import pytest
-from doubles import on_devices, state
+from doubles import installed, state
 from doubles.streams import Stream
 from fsdp_models import Net, batch, both, shard
 from fsdp_models import mesh as mesh_of
@@ -27,18 +28,15 @@ two = pool_of(2, timeout=100.0)
 PACKAGE = pathlib.Path(symmplan.__file__).parent
 #: They wait for whoever calls them.
 PASSED = (PACKAGE / "device", PACKAGE / "memory" / "streams.py")
-#: Of each algorithm what lets one late stream wait for another.
-SEEN = {
-    "shared push": {"zero_copy._fill", "zero_copy._receive", "push._aside", "leases.wait"},
-    "push": {"zero_copy._fill", "zero_copy._receive", "push._aside"},
-    "placed": {"zero_copy._fill", "zero_copy._receive"},
+#: Who lets a stream wait, for each algorithm.
+WAITS = {
+    "placed": {"zero_copy._fill", "zero_copy._receive", "leases.wait"},
+    "push": {
+        *("zero_copy._fill", "zero_copy._receive", "leases.wait"),
+        *("push.send", "push._aside"),
+    },
 }
-#: What lets a side stream wait for the default one alone.
-UNSEEN = {
-    "shared push": {"push.send"},
-    "push": {"push.send", "leases.wait"},
-    "placed": {"leases.wait"},
-}
+WAITS["shared push"] = WAITS["push"]
 
 
 def _waiting():
@@ -63,7 +61,7 @@ def _train(model, trace, rank):
 
 
 def _without(rank, world, choose, left_out):
-    """Who waits how often, and how many results differ if one of them does not."""
+    """Who waits, and whether results are right, and without races, if one of them does not."""
     waits, wait_event = collections.Counter(), Stream.wait_event
 
     def wait(stream, event):
@@ -75,21 +73,23 @@ def _without(rank, world, choose, left_out):
     def build():
         return shard(Net(3), mesh=mesh_of(world))
 
-    with mock.patch.object(Stream, "wait_event", wait):
+    with installed(races=True), mock.patch.object(Stream, "wait_event", wait):
         found = both(build, _train, rank, memory="nccl", choose=choose)
+        assert state().refused == []
+        races = len(state().races)
     assert found["stats"]["placed"]
-    assert state().refused == []
-    return {*waits}, len(found["differences"])
+    return {*waits}, not found["differences"], not races
 
 
-@pytest.mark.parametrize("choose", SEEN)
+@pytest.mark.parametrize("choose", WAITS)
 def test_waits_of_fsdp2s_collectives(two, choose):
-    (waits, differ), _ = two.run(on_devices, _without, choose, None)
-    assert differ == 0
-    assert waits == SEEN[choose] | UNSEEN[choose]
-    seen = set()
+    (waits, right, ordered), _ = two.run(_without, choose, None)
+    assert waits == WAITS[choose]
+    assert right
+    assert ordered
+    seen = {}
     for left_out in sorted(waits):
         with RankPool(2, timeout=100.0) as ranks:
-            if any(differ for _, differ in ranks.run(on_devices, _without, choose, left_out)):
-                seen.add(left_out)
-    assert seen == SEEN[choose]
+            found = ranks.run(_without, choose, left_out)
+            seen[left_out] = [not ordered for *_, ordered in found]
+    assert seen == {who: [True, True] for who in waits}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from doubles import on_devices, state
+from doubles import installed, on_devices, state
 from fsdp_machine import compared, verdict
 from fsdp_programs import drawn
 from hypothesis import given
@@ -29,13 +29,15 @@ pair = pool_of(2, setup=numbers._setup, timeout=120.0)
 
 @pytest.mark.parametrize("seed", range(12))
 def test_models(two, seed):
-    results = two.run(on_devices, _compared, drawn(seed, ranks=2))
+    results = two.run(_compared, drawn(seed, ranks=2))
     assert not verdict(results)
 
 
 def _compared(rank, world, program):
-    found = compared(rank, world, program)
-    assert not state().memory.used, "torch's symmetric memory is the program's"
+    with installed(races=True):
+        found = compared(rank, world, program)
+        assert not state().memory.used, "torch's symmetric memory is the program's"
+        assert state().races == []
     return found
 
 

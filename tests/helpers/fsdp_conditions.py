@@ -10,6 +10,7 @@ import fsdp_models
 import torch
 import torch.distributed as dist
 
+from symmplan.device import device_of
 from symmplan.torch_private.c10d import premul_factor
 
 
@@ -116,7 +117,7 @@ class Hoard:
         self._kept = []
 
     def keep(self, tensor):
-        self._kept.append((tensor, tensor.clone()))
+        self._kept.append((tensor, tensor.clone(), device_of(tensor.device).current_stream()))
         if len(self._kept) > self.count:
             self._look()
 
@@ -125,7 +126,13 @@ class Hoard:
             self._look()
 
     def _look(self):
-        self.intact.append(torch.allclose(*self._kept.pop(0), 0, 0, equal_nan=True))
+        tensor, copy, stream = self._kept.pop(0)
+        device = device_of(tensor.device)
+        with device.on_stream(stream):
+            self.intact.append(torch.allclose(tensor, copy, 0, 0, equal_nan=True))
+        if stream is not None:  # as with any memory of other streams
+            for other in (device.default_stream(), device.current_stream()):
+                other.wait_stream(stream)
 
 
 @functools.cache

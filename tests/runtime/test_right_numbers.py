@@ -1,4 +1,4 @@
-"""Right numbers on real ranks, however they are delayed.
+"""Right numbers on real ranks, however they are delayed, and with all options.
 
 Random programs of one-sided ops beside collectives, with inputs that change in each iteration and
 pauses between and inside ops, bit for bit as without symmplan; and the programs in which a wrong
@@ -126,6 +126,9 @@ def _compiled(
     device="cpu",
     memory="shm",
     inner="eager",
+    dynamic=None,
+    mode=None,
+    **options,
 ):
     import one_sided_ops
 
@@ -136,17 +139,26 @@ def _compiled(
     if expected is None:
         return [], 0, 0
     torch._dynamo.reset()
-    backend = symmplan.backend(
-        inner=inner, memory=memory, timeout=60.0, choose="placed", collectives=algorithm
-    )
+    given = {"inner": inner, "memory": memory, "timeout": 60.0, "collectives": algorithm}
+    backend = symmplan.backend(choose="placed", **given, **options)
     compiled = torch.compile(
-        lambda *tensors: run(program, _GROUPS, *tensors), backend=backend, fullgraph=True
+        lambda *tensors: run(program, _GROUPS, *tensors),
+        backend=backend,
+        fullgraph=True,
+        dynamic=dynamic,
+        mode=mode,
     )
     one_sided_ops.slow(rank, most, seed, (late or {}).get(rank))
     wrong = []
+    static = _inputs(program, rank, 0, device) if options.get("bind") else []
+    for tensor in static:
+        torch._dynamo.mark_static_address(tensor)
     try:
         for turn in range(turns):
-            got = compiled(*_inputs(program, rank, turn, device))
+            inputs = _inputs(program, rank, turn, device)
+            for i, tensor in enumerate(static):
+                inputs[i] = tensor.copy_(inputs[i])
+            got = compiled(*inputs)
             wrong += _same(got, expected[turn], turn)
         for plan in backend.plans:
             plan.verify()
@@ -185,6 +197,43 @@ def test_eager_programs(pool, algorithm, data):
 def test_compiled_programs(pool, algorithm, data):
     program = data.draw(one_sided_programs(pool.world_size, in_place=False))
     _check(pool, _compiled, program, algorithm, data.draw(PAUSES), data.draw(SEEDS))
+
+
+def _with_options(rank, world_size, program, algorithm, most, seed, work, options):
+    return work(rank, world_size, program, algorithm, most, seed, **options)
+
+
+DEBUG = st.sampled_from((False, "poison", True))
+OPTIONS = {
+    _eager: st.fixed_dictionaries({"debug": DEBUG}),
+    _compiled: st.fixed_dictionaries(
+        {
+            "inner": st.sampled_from(("eager", "inductor")),
+            "debug": DEBUG,
+            "bind": st.booleans(),
+            "capacity": st.sampled_from((None, 4096)),
+            "dynamic": st.sampled_from((None, True)),
+        }
+    )
+    | st.fixed_dictionaries(
+        {
+            "inner": st.just("inductor"),
+            "mode": st.sampled_from(("reduce-overhead", "max-autotune-no-cudagraphs")),
+            "bind": st.booleans(),
+        }
+    ),
+}
+
+
+@pytest.mark.further
+@pytest.mark.parametrize("work", OPTIONS, ids=["eager", "compiled"])
+@MANY
+@given(data=st.data())
+def test_programs_with_options(pool, work, data):
+    program = data.draw(one_sided_programs(pool.world_size, in_place=work is _eager))
+    algorithm, options = data.draw(st.sampled_from(ALGORITHMS)), data.draw(OPTIONS[work])
+    given = algorithm, data.draw(PAUSES), data.draw(SEEDS), work, options
+    _check(pool, _with_options, program, *given)
 
 
 def _program(world, *steps, outputs):

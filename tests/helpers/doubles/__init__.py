@@ -22,6 +22,7 @@ from doubles import streams as streams_
 from doubles.capacity import Counted, Device
 from doubles.kind import DoubledDevice, put_in_torch
 from doubles.network import Network
+from doubles.sanitizer import Sanitizer
 from doubles.symmetric import SymmetricMemory
 from symmplan.process import PROCESS, Process
 
@@ -53,6 +54,11 @@ class State:
         return self.network.refused
 
     @property
+    def races(self):
+        """What was found, as `doubles.sanitizer` has it."""
+        return self.streams.sanitizer.races
+
+    @property
     def streams(self):
         return streams_.streams()
 
@@ -66,7 +72,7 @@ def state():
 
 
 @contextlib.contextmanager
-def installed(*, total=80 << 30, had=4 << 30, nccl=(2, 28, 9), counted=False):
+def installed(*, total=80 << 30, had=4 << 30, nccl=(2, 28, 9), counted=False, races=False):
     """While inside, symmplan sees a device.
 
     Args:
@@ -103,6 +109,9 @@ def installed(*, total=80 << 30, had=4 << 30, nccl=(2, 28, 9), counted=False):
         stack.callback(network.uninstall)
         if counted:
             stack.enter_context(Counted(device))
+        if races:
+            sanitizer = streams_.streams().sanitizer = Sanitizer(streams_.streams())
+            stack.enter_context(sanitizer)
         _STATES.append(State(device, network, memory))
         stack.callback(_STATES.pop)
         yield state()

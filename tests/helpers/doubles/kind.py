@@ -7,7 +7,7 @@ import contextlib
 import torch
 
 from doubles.network import DEVICE_EVENT
-from doubles.streams import Event, Stream, current, put, streams
+from doubles.streams import Event, Stream, current, put, streams, touch
 from symmplan.device.base import Device, DeviceMemory
 
 
@@ -61,8 +61,10 @@ class DoubledDevice(Device):
                 one_by_one(sources)
                 return
             type(self).launches += 1
-            for piece in pieces:
-                streams().copied(piece[3])
+            for source, _, _, target in pieces:
+                streams().copied(target)
+                touch(sources[source], "copies", writes=False)
+                touch(target, "copies", writes=True)
             stream.queue(lambda: [put(t, sources[i][b : b + n]) for i, b, n, t in pieces])
 
         return copy

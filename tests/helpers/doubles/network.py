@@ -18,7 +18,7 @@ from attrs import define, field
 
 from doubles.capacity import mapping_of
 from doubles.gloo import RUNS, reduction_of
-from doubles.streams import Stream, put, streams
+from doubles.streams import Event, Stream, join, put, streams, touch
 from symmplan.runtime.collectives import NCCL
 from symmplan.torch_private import c10d as names
 
@@ -253,6 +253,10 @@ class Network:
             stream.run(stream.queued)
             works, copies = run(backend, given)
             where = found.stream if asynchronous else stream
+            if asynchronous:
+                join(where.clock, Event.now(stream).clock)
+            for tensor in _tensors(given):
+                touch(tensor, kind, writes=True, stream=where)
             where.queue(_end_of(works, copies))
             made = _Work(where, where.queued, works)
             self._works = [*self._works[-500:], made]  # a box does not keep it
@@ -302,10 +306,12 @@ class _Work(dist.Work):
     def __init__(self, stream, at, works):
         super().__init__()
         self._stream, self._at, self._works = stream, at, works
+        self._event = Event.now(stream)
 
     def wait(self, timeout=None):
         stream, at = self._stream, self._at
         if streams().current is not stream:
+            join(streams().current.clock, self._event.clock)
             streams().current.queue(lambda: stream.run(at))
         return True
 

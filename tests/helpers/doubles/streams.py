@@ -27,6 +27,8 @@ class Stream:
         queued: How many pieces of work were queued so far.
         done: How many of them have run.
         capture: Number of the capture that it is in; 0 if it is in none.
+        clock: ``{stream: how many of its events precede what this one is given now}``; its own
+            counts from 1. See `doubles.sanitizer`.
     """
 
     device = torch.device("cpu")
@@ -36,6 +38,7 @@ class Stream:
         self.cuda_stream = next(_COUNT) - 1
         self.queued = self.done = 0
         self.capture = 0
+        self.clock = {self: 1}
         self._work = deque()
         if not default:
             streams().made.append(self)
@@ -62,6 +65,7 @@ class Stream:
         if where is None or where is self:
             return
         _same_capture(self, capture)
+        join(self.clock, event.clock)
         self.queue(lambda: where.run(at))
 
     def wait_stream(self, stream):
@@ -76,6 +80,7 @@ class Stream:
 
     def synchronize(self):
         _not_captured(self, "cudaStreamSynchronize")
+        join(streams().host, self.clock)
         self.run(self.queued)
 
     def query(self):
@@ -87,11 +92,21 @@ class Event:
 
     def __init__(self, enable_timing=False, blocking=False, interprocess=False):
         self.where, self.at, self.capture, self._time = None, 0, 0, 0.0
+        self.clock = {}
+
+    @classmethod
+    def now(cls, stream):
+        """One that is recorded behind what a stream was given."""
+        event = cls()
+        event.record(stream)
+        return event
 
     def record(self, stream=None):
         stream = streams().current if stream is None else stream
         self.where, self.at, self.capture = stream, stream.queued, stream.capture
         self._time = time.perf_counter()
+        self.clock = dict(stream.clock)
+        stream.clock[stream] += 1
 
     def wait(self, stream=None):
         (streams().current if stream is None else stream).wait_event(self)
@@ -102,11 +117,14 @@ class Event:
         reached = self.where.done >= self.at
         if not reached:
             self.where.run(self.where.done + 1)
+        else:
+            join(streams().host, self.clock)
         return reached
 
     def synchronize(self):
         if self.where is not None:
             _not_captured(self.where, "cudaEventSynchronize")
+            join(streams().host, self.clock)
             self.where.run(self.at)
 
     def elapsed_time(self, end):
@@ -122,10 +140,15 @@ class Streams(threading.local):
         self.made = made
         #: Called with the target of each copy on a side stream.
         self.copied = lambda target: None
+        #: What the host knows to be over, as ``Stream.clock``.
+        self.host = {}
+        #: Looks for races; None if nobody does.
+        self.sanitizer = None
 
     def synchronize(self):
         _not_captured(self.current, "cudaDeviceSynchronize")
         for stream in self.made:
+            join(self.host, stream.clock)
             stream.run(stream.queued)
 
 
@@ -150,6 +173,18 @@ class current(contextlib.AbstractContextManager):  # noqa: N801 (like `torch.cud
         if late is not None:
             late.__exit__(*error)
         switch(self._before)
+
+
+def join(clock, other):
+    """What precedes the other precedes this, too."""
+    for stream, at in other.items():
+        clock[stream] = max(clock.get(stream, 0), at)
+
+
+def touch(tensor, op, *, writes, stream=None):
+    """Work that no mode sees accesses a tensor, on the current stream if None."""
+    if streams().sanitizer is not None:
+        streams().sanitizer.touch(tensor, op, writes=writes, stream=stream)
 
 
 def switch(stream):
@@ -181,6 +216,8 @@ class _Late(TorchDispatchMode):
         if late:
             if op is torch.ops.aten.copy_.default:
                 streams().copied(args[0])
+            if streams().sanitizer is not None:
+                streams().sanitizer.saw(op, args, kwargs)
             stream.queue(lambda: _run(op, args, kwargs))
             return _given(schema, args, kwargs)
         if schema.name not in _FACTORIES and not getattr(op, "is_view", False):
