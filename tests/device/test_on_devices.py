@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from doubles import on_devices, state
+from doubles import installed, on_devices, state
 from fsdp_models import Net, batch, both, shard
 from fsdp_models import mesh as mesh_of
 from parallel_blocks import blocks, shards, trained
@@ -77,11 +77,18 @@ def _fsdp(rank, world, memory, choose, close=0.0):
     return found["differences"], found["stats"]["placed"], found["looked"], *_ran()
 
 
+def _without_races(rank, world, work, *given):
+    with installed(races=True):
+        found = work(rank, world, *given)
+        assert state().races == []
+    return found
+
+
 @pytest.mark.all_cases
 @pytest.mark.parametrize("memory", ["nccl", "cuda"])
 def test_fsdp_by_each_algorithm(pair, memory):
     for choose in SUMS[memory]:
-        first, second = pair.run(on_devices, _fsdp, memory, choose)
+        first, second = pair.run(_without_races, _fsdp, memory, choose)
         assert first == second
         differences, placed, calls, kinds, refused = first
         assert (differences, refused) == ([], [])
@@ -162,7 +169,7 @@ def _judge(found, memory, choose):
 @pytest.mark.parametrize("memory", ["nccl", "cuda"])
 def test_sessions_by_each_algorithm(pair, memory):
     for choose in GATHERS[memory]:
-        _judge(pair.run(on_devices, _session, memory, choose), memory, choose)
+        _judge(pair.run(_without_races, _session, memory, choose), memory, choose)
 
 
 def _one_after_the_other(rank, world, holds):

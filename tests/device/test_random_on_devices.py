@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from doubles import installed, on_devices, state
+from doubles import installed, state
 from fsdp_machine import compared, verdict
 from fsdp_programs import drawn
 from hypothesis import given
@@ -42,7 +42,10 @@ def _compared(rank, world, program):
 
 
 def _work(rank, world, work, *given, **more):
-    return getattr(numbers, work)(rank, world, *given, memory="nccl", **more)
+    with installed(races=work == "_eager"):
+        found = getattr(numbers, work)(rank, world, *given, memory="nccl", **more)
+        assert state().streams.sanitizer is None or state().races == []
+    return found
 
 
 class _OnDevices:
@@ -52,7 +55,7 @@ class _OnDevices:
         self._pool = pool
 
     def run(self, work, *args):
-        return self._pool.run(on_devices, _work, work, *args)
+        return self._pool.run(_work, work, *args)
 
 
 @pytest.mark.parametrize("work", ["_eager", "_compiled"])
