@@ -256,7 +256,9 @@ class Network:
             if asynchronous:
                 join(where.clock, Event.now(stream).clock)
             for tensor in _tensors(given):
-                touch(tensor, kind, writes=True, stream=where)
+                touch(tensor, kind, writes=False, stream=where)
+            for target, *_ in copies:
+                touch(target, kind, writes=True, stream=where)
             where.queue(_end_of(works, copies))
             made = _Work(where, where.queued, works)
             self._works = [*self._works[-500:], made]  # a box does not keep it

@@ -1,0 +1,153 @@
+"""How often torch's allocator retries in a step on a device that is nearly full, simulated.
+
+    PYTHONPATH=.:tests/helpers python tests/helpers/room_retries.py 24 22 20 18 17
+
+For each room, in GiB, the retries of one step of 12 layers of Llama 3 8B with 4,096 tokens and a
+vocabulary of 32,768: of FSDP2, of the plan in which all pushes have slots of their own, of one in
+which some have, and of the one in which all share bytes with gathers. `symmplan bench fsdp --room` counts them on devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from unittest import mock
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
+
+import symmplan
+from symmplan.bench.parts.llama import Llama, parts
+from symmplan.report.format import table
+from symmplan.simulation.allocator import CachingAllocator
+from symmplan.simulation.memory import Storages
+
+GiB, MiB = 1 << 30, 1 << 20
+#: What the program's communicators and modules of kernels take of a device, and symmplan's.
+BESIDE, OURS = 150 * MiB, 84 * MiB
+WORDS, TOKENS = 32768, 4096
+PLANS = {"slots": None, "some slots": "1.46GiB", "shared": "1.2GiB"}
+STEPS = 4
+
+
+class Full(Exception):  # noqa: N818
+    """The device has not so many bytes."""
+
+
+class Limited(CachingAllocator):
+    """An allocator on a device of so many bytes, which empties its cache to go on."""
+
+    limit = retries = 0
+
+    def _reserve(self, nbytes, pool, *, small):
+        had = self.reserved
+        made = super()._reserve(nbytes, pool, small=small)
+        if self.reserved > self.limit:
+            more = self.reserved - had
+            self.empty()
+            self.retries += 1
+            if self.reserved > self.limit:
+                raise Full(more)
+        return made
+
+
+def program(capacity, marks):
+    """Some steps; ``marks`` are called at the end of each."""
+    model = Llama(12, 4096, WORDS)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    mesh = init_device_mesh("cpu", (2,))
+    for part in (*parts(model), model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    symmplan.fsdp.apply(model, capacity=capacity)
+    for _ in range(STEPS):
+        tokens = torch.randint(WORDS, (1, TOKENS))
+        made = model(tokens).float()
+        functional.cross_entropy(made.flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        marks()
+
+
+def retries(changes, ends, limit):
+    """Retries of the last step of a program that ended its steps at ``ends``; None if it is full.
+
+    Args:
+        changes: ``(storage, change of its bytes, stream)``, in their order.
+        ends: How many of them there were at the end of each step.
+        limit: Bytes of the device.
+    """
+    allocator, blocks, at = Limited(), {}, {}
+    allocator.limit = limit
+    try:
+        for index, (storage, change, stream) in changes:
+            if index >= ends[-2] and "begin" not in at:
+                at["begin"] = allocator.retries
+            nbytes, block = blocks.pop(storage, (0, None))
+            if block is not None:
+                allocator.drop(block)
+            if nbytes + change:
+                blocks[storage] = nbytes + change, allocator.take(nbytes + change, stream)
+    except Full:
+        return None
+    return allocator.retries - at["begin"]
+
+
+def simulated(capacity):
+    """``(bytes of the plan, changes of FSDP2's program, of the planned one, ends of steps)``."""
+    seen, ends, peak = [], [], Storages.peak
+
+    def noted(storages, held=()):
+        seen[:] = [storages, held]
+        return peak(storages, held)
+
+    def mark():
+        ends.append(len(storages_of_now[0]._changes))
+
+    storages_of_now = []
+    made = Storages.begin
+
+    def begin(storages):
+        storages_of_now[:] = [storages]
+        made(storages)
+
+    with (
+        mock.patch.object(Storages, "peak", noted),
+        mock.patch.object(Storages, "begin", begin),
+    ):
+        run = functools.partial(program, capacity, mark)
+        report = symmplan.simulate(run, ranks=2, memory="nccl")
+    storages, held = seen
+    changes = [*enumerate(storages._changes)]
+    plain = [c for c in changes if c[1][0].kind not in ("segment", "held")]
+    planned = [
+        c for c in changes if c[1][0] in held or c[1][0].kind not in ("segment", "held", "placed")
+    ]
+    return report.peak_bytes, plain, planned, ends
+
+
+def rows(rooms):
+    """What there is to print of rooms in GiB."""
+    found = {name: simulated(capacity) for name, capacity in PLANS.items()}
+    for room in rooms:
+        limit = int(room * GiB) - BESIDE
+        _, plain, _, ends = found["slots"]
+        row = {"room": room, "FSDP2": retries(plain, ends, limit)}
+        for name, (nbytes, _, planned, ends) in found.items():
+            row[name] = retries(planned, ends, limit - nbytes - OURS)
+        yield row
+
+
+def main():
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("rooms", nargs="+", type=float, metavar="GIB")
+    lines = [("GiB free", "FSDP2", *PLANS)]
+    for row in rows(parser.parse_args().rooms):
+        lines += [tuple("does not fit" if v is None else f"{v:g}" for v in row.values())]
+    print("\n".join(table(lines)))
+
+
+if __name__ == "__main__":
+    main()
