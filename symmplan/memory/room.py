@@ -3,7 +3,7 @@
 [Note: what the program had]
     On a device a plan may take what the program had without it. That is what the driver has free;
     what torch's allocator has cached beyond what tensors will need, which the plan's own buffers
-    are not among; and no more than lets allocator and segments together stay at what the allocator
+    are not among; and no more than lets tensors and segments together stay at what the allocator
     had at its most. The cached bytes are no use as long as the allocator keeps them: it gives them
     back once, before segments are obtained.
 
@@ -123,7 +123,7 @@ def room_on(there: DeviceMemory, usage: Usage | None, *, below: bool, reserve: i
         there: What the device has now.
         usage: What the program had; None where that is not known, and it may need again as much as
             it had at most.
-        below: Whether torch's allocator and the plan may not have more than the program had.
+        below: Whether tensors and the plan may not have more than torch's allocator had.
         reserve: Bytes that something else will take before the plan does.
     """
     need = there.most_allocated if usage is None else usage.need

@@ -3,8 +3,9 @@
 [Note: the caching allocator]
     What tensors have on a device is less than what the allocator has of the driver. It rounds
     sizes, keeps the free blocks of each stream apart, splits blocks, and merges a free one with its
-    free neighbours in the block of the driver alone. This follows ``c10/cuda/CUDACachingAllocator.
-    cpp`` with its default settings, where nothing is given back to the driver before it runs out.
+    free neighbours in the block of the driver alone. This follows torch's
+    ``CUDACachingAllocator.cpp`` with its default settings, where nothing is given back to the
+    driver before it runs out.
 """
 
 from __future__ import annotations

@@ -160,9 +160,16 @@ class _FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        _, weight, _ = ctx.saved_tensors
+        x, weight, _ = ctx.saved_tensors
         (gradient,) = gradients
-        return gradient.clone(), None if weight is None else torch.empty_like(weight)
+        # A tensor of its size that has gradients, too.
+        return x * gradient, None if weight is None else torch.empty_like(weight)
+
+
+def _in_transform() -> bool:
+    """Whether the program is inside ``torch.func.grad``, ``vmap`` or the like."""
+    interpreter = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+    return interpreter() is not None
 
 
 def _as_on_devices(norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -170,9 +177,9 @@ def _as_on_devices(norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
     @functools.wraps(norm)
     def run(x: torch.Tensor, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-        own = torch.compiler.is_compiling() or isinstance(x, DTensor) or isinstance(weight, DTensor)
-        mixed = weight is not None and weight.dtype != x.dtype
-        if own or mixed or len(shape) != 1:
+        sharded = isinstance(x, DTensor) or isinstance(weight, DTensor)
+        mixed = weight is not None and weight.dtype != x.dtype  # not fused on devices, either
+        if sharded or mixed or torch.compiler.is_compiling() or _in_transform():
             return norm(x, shape, weight, eps)
         return _FusedNorm.apply(x, weight)  # type: ignore[no-untyped-call]
 

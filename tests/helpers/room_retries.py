@@ -4,7 +4,8 @@
 
 For each room, in GiB, the retries of one step of 12 layers of Llama 3 8B with 4,096 tokens and a
 vocabulary of 32,768: of FSDP2, of the plan in which all pushes have slots of their own, of one in
-which some have, and of the one in which all share bytes with gathers. `symmplan bench fsdp --room` counts them on devices.
+which some have, and of the one in which all share bytes with gathers. `symmplan bench fsdp --room`
+counts them on devices.
 """
 
 from __future__ import annotations

@@ -195,6 +195,42 @@ def memory_of(report):
     return report.device_bytes - report.beyond_bytes
 
 
+def normed(kind):
+    """A chain of norms, whose tensors are 4 MiB each."""
+    x = torch.randn(1024, 1024, requires_grad=True)
+    norms = torch.nn.ModuleList(torch.nn.RMSNorm(1024) for _ in range(4))
+
+    def forward(x):
+        for norm in norms:
+            x = norm(x)
+        return x.sum()
+
+    if kind == "transform":
+        torch.func.grad(forward)(x)
+    elif kind == "penalty":
+        (gradient,) = torch.autograd.grad(forward(x), x, create_graph=True)
+        gradient.square().sum().backward()
+    else:
+        forward(x).backward()
+
+
+def test_an_rms_norm_keeps_its_input_and_a_number_for_each_row():
+    """On devices; the CPU's keeps several tensors of its size."""
+    found = {
+        memory: symmplan.simulate(functools.partial(normed, "plain"), ranks=2, memory=memory)
+        for memory in ("nccl", "shm")
+    }
+    peaks = {memory: report.ordinary_bytes.total >> 22 for memory, report in found.items()}
+    assert peaks["nccl"] == 5  # what the four norms were given, and a result or a gradient
+    assert peaks["shm"] >= 9
+
+
+@pytest.mark.parametrize("kind", ["penalty", "transform"])
+def test_an_rms_norm_has_gradients_of_gradients(kind):
+    report = symmplan.simulate(functools.partial(normed, kind), ranks=2, memory="nccl")
+    assert report.ordinary_bytes.total > 4 << 22
+
+
 def _of_experts(plan):
     return not any("c10d" in b.op for b in (*plan.problem.buffers, *plan.unplanned))
 
