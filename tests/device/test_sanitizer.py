@@ -5,6 +5,8 @@ Each planted race is in a program that gives the right numbers there, or none.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from doubles import installed, state
@@ -171,7 +173,8 @@ def test_a_view_cannot_be_written_after_reshard():
     """Its storage has no bytes then, as FSDP2's own has none."""
     with RankPool(2, timeout=100.0) as ranks:
         outcomes = ranks.outcomes(_planned, _writes_after_reshard)
-    assert all("Storage that is invalid" in str(outcome.error) for outcome in outcomes), outcomes
+    for outcome in outcomes:
+        assert re.search(r"that is invalid|was resharded", str(outcome.error)), outcome
 
 
 @pytest.mark.ranks
