@@ -21,9 +21,11 @@ from torch.nn import functional
 
 import symmplan
 from symmplan.bench.parts.llama import Llama, parts
+from symmplan.coordination.world import current
+from symmplan.model import PUSHES
 from symmplan.report.format import table
+from symmplan.simulation import run
 from symmplan.simulation.allocator import CachingAllocator
-from symmplan.simulation.memory import Storages
 
 GiB, MiB = 1 << 30, 1 << 20
 #: What the program's communicators and modules of kernels take of a device, and symmplan's.
@@ -54,8 +56,8 @@ class Limited(CachingAllocator):
         return made
 
 
-def program(capacity, marks):
-    """Some steps; ``marks`` are called at the end of each."""
+def program(capacity, ends):
+    """Some steps; ``ends`` gets how many changes of storages there were at the end of each."""
     model = Llama(12, 4096, WORDS)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
     mesh = init_device_mesh("cpu", (2,))
@@ -68,7 +70,7 @@ def program(capacity, marks):
         functional.cross_entropy(made.flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
         for parameter in model.parameters():
             parameter.grad = None
-        marks()
+        ends.append(len(current().seen.__self__._changes))
 
 
 def retries(changes, ends, limit):
@@ -97,35 +99,22 @@ def retries(changes, ends, limit):
 
 def simulated(capacity):
     """``(bytes of the plan, changes of FSDP2's program, of the planned one, ends of steps)``."""
-    seen, ends, peak = [], [], Storages.peak
+    ends, found, make = [], [], run._report
 
-    def noted(storages, held=()):
-        seen[:] = [storages, held]
-        return peak(storages, held)
+    def report(world, others, plans, storages):
+        made = make(world, others, plans, storages)
+        pushed = (kept for planner, key, kept in world.held if planner.algorithm(key) in PUSHES)
+        held = {storage for kept in pushed for storage in kept}
+        changes = [*enumerate(storages._changes)]
+        ours = ("segment", "held", "placed")
+        plain = [c for c in changes if c[1][0].kind not in ours[:2]]
+        planned = [c for c in changes if c[1][0] in held or c[1][0].kind not in ours]
+        found[:] = [plain, planned]
+        return made
 
-    def mark():
-        ends.append(len(storages_of_now[0]._changes))
-
-    storages_of_now = []
-    made = Storages.begin
-
-    def begin(storages):
-        storages_of_now[:] = [storages]
-        made(storages)
-
-    with (
-        mock.patch.object(Storages, "peak", noted),
-        mock.patch.object(Storages, "begin", begin),
-    ):
-        run = functools.partial(program, capacity, mark)
-        report = symmplan.simulate(run, ranks=2, memory="nccl")
-    storages, held = seen
-    changes = [*enumerate(storages._changes)]
-    plain = [c for c in changes if c[1][0].kind not in ("segment", "held")]
-    planned = [
-        c for c in changes if c[1][0] in held or c[1][0].kind not in ("segment", "held", "placed")
-    ]
-    return report.peak_bytes, plain, planned, ends
+    with mock.patch.object(run, "_report", report):
+        made = symmplan.simulate(functools.partial(program, capacity, ends), ranks=2, memory="nccl")
+    return made.peak_bytes, *found, ends
 
 
 def rows(rooms):
