@@ -14,13 +14,9 @@ import argparse
 import functools
 from unittest import mock
 
-import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn import functional
+from llama_steps import steps
 
 import symmplan
-from symmplan.bench.parts.llama import Llama, parts
 from symmplan.coordination.world import current
 from symmplan.model import PUSHES
 from symmplan.report.format import table
@@ -30,7 +26,7 @@ from symmplan.simulation.allocator import CachingAllocator
 GiB, MiB = 1 << 30, 1 << 20
 #: What the program's communicators and modules of kernels take of a device, and symmplan's.
 BESIDE, OURS = 150 * MiB, 84 * MiB
-WORDS, TOKENS = 32768, 4096
+WORDS = 32768
 PLANS = {"slots": None, "some slots": "1.46GiB", "shared": "1.2GiB"}
 STEPS = 4
 
@@ -58,18 +54,7 @@ class Limited(CachingAllocator):
 
 def program(capacity, ends):
     """Some steps; ``ends`` gets how many changes of storages there were at the end of each."""
-    model = Llama(12, 4096, WORDS)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-    mesh = init_device_mesh("cpu", (2,))
-    for part in (*parts(model), model):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
-    symmplan.fsdp.apply(model, capacity=capacity)
-    for _ in range(STEPS):
-        tokens = torch.randint(WORDS, (1, TOKENS))
-        made = model(tokens).float()
-        functional.cross_entropy(made.flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
-        for parameter in model.parameters():
-            parameter.grad = None
+    for _ in steps(STEPS, WORDS, capacity=capacity):
         ends.append(len(current().seen.__self__._changes))
 
 

@@ -7,6 +7,7 @@ import json
 
 import attrs
 import idle_bytes
+import llama_steps
 import pytest
 import torch
 import torch.distributed as dist
@@ -193,6 +194,24 @@ def test_what_idle_bytes_could_give_is_between_nothing_and_all_of_them(tokens):
 def memory_of(report):
     """What allocator and segments have; small models have less than communicators and windows."""
     return report.device_bytes - report.beyond_bytes
+
+
+#: GiB by the driver of steps on 2 H200, without symmplan and with it; see ``docs/benchmarks.md``.
+ON_DEVICES = {0: (20.81, 20.78), 32768: (23.33, 22.75)}
+
+
+@pytest.mark.further
+@pytest.mark.parametrize("words", ON_DEVICES)
+def test_a_device_has_what_is_simulated(words):
+    def program():
+        for _ in llama_steps.steps(1, words):
+            pass
+
+    report = symmplan.simulate(program, ranks=2)
+    simulated = [report.device_bytes_without / (1 << 30), report.device_bytes / (1 << 30)]
+    assert simulated == pytest.approx(ON_DEVICES[words], rel=0.05)
+    tensors = idle_bytes.tensors_of(report) / (1 << 30)
+    assert tensors != pytest.approx(ON_DEVICES[words][1], rel=0.05)
 
 
 def normed(kind):
