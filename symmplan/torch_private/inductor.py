@@ -27,6 +27,12 @@
     computes a node's dependencies anew, and torch 2.11 forgets the added ones. A copy into a
     placement then moved before the last use of the old bytes. So symmplan adds the missing
     dependencies again.
+
+[Note: copies write the buffer that they name]
+    For a copy into a buffer of the graph Inductor lets the tensor have the copy's result as another
+    buffer. A kernel that was given the tensor by name before (``out=``) then seems to read that
+    later buffer, torch 2.13, and the scheduler fails. Rewritten graphs copy results back from
+    placements, so there such a copy writes the buffer that kernels have already.
 """
 
 from __future__ import annotations
@@ -39,12 +45,12 @@ import torch
 from torch import fx
 
 from symmplan.torch_private.table import require
-from symmplan.torch_private.table.compilers import INDUCTOR_PASSES, KERNEL_ORDER, READERS
+from symmplan.torch_private.table.compilers import COPIES, INDUCTOR_PASSES, KERNEL_ORDER, READERS
 
 require("inductor")
 
 from torch._inductor import compile_fx as inductor
-from torch._inductor import config, dependencies, ir, scheduler
+from torch._inductor import config, dependencies, ir, lowering, scheduler
 from torch._inductor.fx_passes.control_dependencies import control_deps
 from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import V
@@ -193,7 +199,8 @@ def following_a_plan(gm: fx.GraphModule, mode: Any, *, ordered: bool) -> Iterato
         ordered: Whether nothing in it may move.
     """
     off = config.patch(_off(ordered=ordered))
-    with off, _types_as_given(), _passes_done(gm, mode), _readers_count(), _order_kept():
+    passes, order = _passes_done(gm, mode), _order_kept()
+    with off, _types_as_given(), passes, _readers_count(), order, _copies_in_place():
         yield
 
 
@@ -227,6 +234,20 @@ def _order_kept() -> AbstractContextManager[None]:
                 self.set_read_writes(found.rename(self.mutation_renames))
 
     return KERNEL_ORDER.replaced(recompute_size_and_body=recompute_and_keep)
+
+
+def _copies_in_place() -> AbstractContextManager[None]:
+    """See [Note: copies write the buffer that they name]."""
+    others: Any = lowering.mutate_to
+
+    def mutate_to(changed: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        box = changed.data if isinstance(changed, ir.TensorBox) else changed
+        if not isinstance(box, ir.StorageBox) or not isinstance(box.data, ir.Buffer):
+            return others(changed, value, *args, **kwargs)
+        ir.MutationLayoutSHOULDREMOVE.realize_into(value, box)
+        return changed
+
+    return COPIES.replaced(mutate_to=mutate_to)
 
 
 def _readers_count() -> AbstractContextManager[None]:

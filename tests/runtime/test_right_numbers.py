@@ -307,6 +307,17 @@ SEEN = {
 }
 
 
+def test_a_result_that_is_copied_back_after_a_kernel_was_given_it_by_name(pool):
+    """Inductor's scheduler, torch 2.13, failed on a kernel that seemed to read the later buffer."""
+    steps = (
+        *(("read00", 0, 1), ("start_reduce", 1, 0), ("scatter", 0, 0), ("wait", 2), ("copy", 2)),
+        *(("read_01", 3, 1), ("reduces", 3, 2, 0), ("turn", 5), ("read01", 6, 0)),
+    )
+    program = _program(pool.world_size, *steps, outputs=(0, 5, 8))
+    given = program, "auto", 0.0, 0, _compiled, {"inner": "inductor"}
+    _check(pool, _with_options, *given)
+
+
 def _late(rank, world_size, program, algorithm, work, **more_of_it):
     """Every rank late, at every op that peers take part in: before it, or in it."""
     wrong, counts = [], set()

@@ -166,6 +166,15 @@ KERNEL_ORDER = _inductor(
     undone="when the graph is compiled",
 )
 
+COPIES = _inductor(
+    "copies into buffers",
+    "correctness",
+    "what is copied back from a placement lies where kernels had it before",
+    targets=names("torch._inductor.lowering", "mutate_to")
+    + names("torch._inductor.ir", "MutationLayoutSHOULDREMOVE.realize_into StorageBox TensorBox"),
+    undone="when the graph is compiled",
+)
+
 TYPES = _inductor(
     "lowerings of collectives",
     "correctness",
