@@ -164,10 +164,7 @@ class CudaDevice(Device):
             for what in ("reserved", "allocated")
             for which in ("current", "peak")
         )
-        retries = int(known.get("num_alloc_retries", 0))
-        return DeviceMemory(
-            free, reserved, most_reserved, allocated, most_allocated, total, retries
-        )
+        return DeviceMemory(free, reserved, most_reserved, allocated, most_allocated, total)
 
     @override
     def empty_cache(self) -> None:

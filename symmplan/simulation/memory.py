@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from symmplan.simulation.allocator import CachedBlock
 
-__all__ = ["Kind", "Storages"]
+__all__ = ["Cached", "Kind", "Storages"]
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "placed", "segment", "held"]
 
@@ -51,8 +51,11 @@ class _Storage:
 
 
 @define(eq=False)
-class _Cached:
+class Cached:
     """What torch's allocator has for storages that come and go.
+
+    Args:
+        allocator: The allocator.
 
     Attributes:
         highest: The most bytes that it had of the driver.
@@ -89,7 +92,7 @@ class Storages:
     _highest: int = 0
     _lately: dict[Any, int] = field(factory=dict)
     _modules: weakref.WeakSet[torch.nn.Module] = field(factory=weakref.WeakSet)
-    _cached: _Cached = field(factory=_Cached)
+    _cached: Cached = field(factory=Cached)
     _followed: int = 0
 
     def seen(self, tensor: torch.Tensor) -> _Storage:
@@ -286,7 +289,7 @@ class Storages:
             without: Whether nothing lies in a placement: what `most_without` counts.
             held: As for `peak`.
         """
-        cached = _Cached()
+        cached = Cached()
         left = ("segment", "optimizer", "held") if without else ("segment", "optimizer", "placed")
         states = [c for c in self._changes if c[0].kind == "optimizer" and c[1] > 0]
         for index, (storage, change, stream) in enumerate(self._changes):

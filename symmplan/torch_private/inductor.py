@@ -32,7 +32,8 @@
     For a copy into a buffer of the graph Inductor lets the tensor have the copy's result as another
     buffer. A kernel that was given the tensor by name before (``out=``) then seems to read that
     later buffer, torch 2.13, and the scheduler fails. Rewritten graphs copy results back from
-    placements, so there such a copy writes the buffer that kernels have already.
+    placements, so there such a copy writes the buffer that kernels have already. Where kernels
+    depend on nothing by name, torch 2.11, copies stay as they are.
 """
 
 from __future__ import annotations
@@ -238,6 +239,8 @@ def _order_kept() -> AbstractContextManager[None]:
 
 def _copies_in_place() -> AbstractContextManager[None]:
     """See [Note: copies write the buffer that they name]."""
+    if "get_read_writes" not in vars(ir.ExternKernel):
+        return contextlib.nullcontext()
     others: Any = lowering.mutate_to
 
     def mutate_to(changed: Any, value: Any, *args: Any, **kwargs: Any) -> Any:

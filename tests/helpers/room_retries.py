@@ -22,6 +22,7 @@ from symmplan.model import PUSHES
 from symmplan.report.format import table
 from symmplan.simulation import run
 from symmplan.simulation.allocator import CachingAllocator
+from symmplan.simulation.memory import Cached
 
 GiB, MiB = 1 << 30, 1 << 20
 #: What the program's communicators and modules of kernels take of a device, and symmplan's.
@@ -66,20 +67,17 @@ def retries(changes, ends, limit):
         ends: How many of them there were at the end of each step.
         limit: Bytes of the device.
     """
-    allocator, blocks, at = Limited(), {}, {}
+    allocator, before = Limited(), 0
     allocator.limit = limit
+    cached = Cached(allocator=allocator)
     try:
-        for index, (storage, change, stream) in changes:
-            if index >= ends[-2] and "begin" not in at:
-                at["begin"] = allocator.retries
-            nbytes, block = blocks.pop(storage, (0, None))
-            if block is not None:
-                allocator.drop(block)
-            if nbytes + change:
-                blocks[storage] = nbytes + change, allocator.take(nbytes + change, stream)
+        for index, change in changes:
+            if index < ends[-2]:
+                before = allocator.retries
+            cached.change(*change)
     except Full:
         return None
-    return allocator.retries - at["begin"]
+    return allocator.retries - before
 
 
 def simulated(capacity):

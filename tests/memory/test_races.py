@@ -366,3 +366,28 @@ def test_the_bytes_of_a_planned_fsdp2_model_are_watched(planted):
         outcomes = two.outcomes(_fsdp, planted)
     kinds = {None if o.error is None else o.error.kind for o in outcomes}
     assert kinds == ({"RaceError"} if planted else {None}), outcomes
+
+
+def _late_view(rank, world_size, act):
+    """A view of a layer's weight that the pass before kept is read or written after its reshard."""
+    from fsdp_models import Net, Trace, batch, shard, train
+
+    import symmplan
+
+    model, kept = shard(Net()), []
+    handle = symmplan.fsdp.apply(model, timeout=20.0, debug=True)
+    train(model, Trace(), rank, steps=3)
+    assert handle.stats.placed
+    layer = model.blocks[0].up
+    layer.register_forward_hook(lambda layer, *_: kept.append(layer.weight.detach().view(-1)))
+    loss = model(batch(0, rank)).sum()
+    with pytest.raises(RuntimeError, match=r"that is invalid|was resharded"):
+        getattr(kept[0], act)()
+    loss.backward()
+    handle.remove()
+
+
+@pytest.mark.parametrize("act", ["zero_", "sum"])
+def test_a_view_of_a_resharded_weight_is_an_error(act):
+    with RankPool(2, timeout=40.0) as two:
+        two.run(_late_view, act)
