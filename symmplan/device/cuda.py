@@ -164,7 +164,10 @@ class CudaDevice(Device):
             for what in ("reserved", "allocated")
             for which in ("current", "peak")
         )
-        return DeviceMemory(free, reserved, most_reserved, allocated, most_allocated, total)
+        retries = int(known.get("num_alloc_retries", 0))
+        return DeviceMemory(
+            free, reserved, most_reserved, allocated, most_allocated, total, retries
+        )
 
     @override
     def empty_cache(self) -> None:

@@ -234,3 +234,29 @@ def test_on_a_full_device_a_plan_is_whole_or_there_is_none(two):
     for stats in two.run(on_devices, _limited, Room(1 << 30)):
         assert (stats.served, stats.plain) == (2 * 3 * 3, 0)
         assert stats.segment_bytes > whole
+
+
+def _retrying(rank, world, retries):
+    """A model in whose first step torch's allocator retries so often, on one rank."""
+    before, first = torch.nn.Linear.forward, []
+
+    def forward(layer, x):
+        if rank == 1 and not first:
+            state().device.retries += retries
+        first.append(layer)
+        return before(layer, x)
+
+    with _pushes_are_fastest(), mock.patch.object(torch.nn.Linear, "forward", forward):
+        return _trained(rank, world, "measure")[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+@pytest.mark.parametrize("retries", [0, 1, 2, 30])
+def test_where_the_allocator_retries_a_plan_takes_as_few_bytes_as_it_can(two, retries):
+    """Once may have been for what an earlier program left in its cache."""
+    whole = 2 * 4 * MiB
+    run = functools.partial(_retrying, retries=retries)
+    for stats in two.run(on_devices, run):
+        assert (stats.served, stats.plain) == (2 * 3 * 3, 0)
+        assert (stats.segment_bytes == whole) == (retries > 1)

@@ -91,7 +91,7 @@ class Memory:
         self.looks = True
         self.facade: Device | None = None
         self.recording: Recording | None = None
-        self._most = 0
+        self._most = self._retries = 0
         self._options = options
         # What races are looked for in: this thread's ops, until the memory is released.
         self._watching = contextlib.ExitStack()
@@ -263,7 +263,7 @@ class Memory:
             if there is not None:
                 most = most_lately(there, self._most, self)
                 if not recording.moments:
-                    most = there.allocated
+                    most, self._retries = there.allocated, there.retries
                 self._most = max(self._most, there.most_allocated)
                 recording.moments.append(Look(len(recording.events), there.allocated, most, own))
 
@@ -297,7 +297,8 @@ class Memory:
             self.looked = recording
             self.looks = False
             need, peak, slack = needed(recording, unsharded)
-            self.usage = Usage(need, there.most_reserved + max(0, peak - self._most), slack)
+            most = there.most_reserved + max(0, peak - self._most)
+            self.usage = Usage(need, most, there.retries > self._retries + 1, slack)
 
     def room(self, *, below: bool, reserve: int = 0) -> Room:
         """How many bytes a plan may take; the same on all ranks.

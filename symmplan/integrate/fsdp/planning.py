@@ -243,7 +243,7 @@ class Planning:
         timeout = self._options.timeout
         if not all_agree("a whole plan", [whole, places], memory.groups, timeout):
             return None
-        if whole <= free.nbytes:
+        if whole <= free.nbytes and not (room.retried and places):
             return None if places else 0
         return whole if whole <= room.whole else 0
 
