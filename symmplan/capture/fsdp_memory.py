@@ -51,7 +51,7 @@ def needed(recording: Recording, unsharded: Mapping[str, int]) -> Needed:
     last = len(recording.moments) - 1
     left = max(0, recording.moments[-1].allocated - recording.moments[0].allocated)
     had: list[int] = []
-    for number, (_, allocated, most, _) in enumerate(recording.moments):
+    for number, (_, allocated, most, *_) in enumerate(recording.moments):
         more = left if number < last else 0
         peak = max(peak, most + more)
         had += (allocated + more, most + more if most > max(allocated, earlier) else -_ANY)
@@ -97,7 +97,7 @@ def _replaced(
     live: dict[tuple[int, str], int] = {}
     filled = {at: index for index, at in recording.filled.items()}
     done = before = 0
-    for count, _, _, own in recording.moments:
+    for count, _, _, own, _ in recording.moments:
         most = before
         for at, (what, index) in enumerate([*recording.events[done:count], ("", 0)], done):
             if at in filled:

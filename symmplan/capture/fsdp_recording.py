@@ -75,6 +75,7 @@ class Look(NamedTuple):
     allocated: int  # bytes
     most: int  # bytes that they had since the look before, as far as is known
     own: bool  # whether FSDP2 alone has allocated since then, what the recording knows
+    allocations: int = 0  # how many blocks torch's allocator had allocated
 
 
 @define(eq=False)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from symmplan.device import Allocation, HeldBlock
     from symmplan.model import AlgorithmName, Plan
 
 __all__ = ["Planner", "SimulatedCall", "World", "address_of", "current"]
@@ -78,7 +79,9 @@ class World:
             refers to a tensor's storage any more.
         is_segment: Told of a tensor that lies in a segment.
         allocated: Bytes of tensors that lie in no segment, now and the most so far, and the most
-            that torch's allocator had of a device for them.
+            that torch's allocator had of a device for them; and how often it allocated.
+        note: As `symmplan.device.Device.note_allocations`, of these.
+        noted: As `symmplan.device.Device.noted_allocations`.
         lately: The most since who asks has asked before.
         on_join: Called when a new planner joins.
         reads_values: Whether an error says that a tensor has no value.
@@ -101,7 +104,9 @@ class World:
     seen: Callable[[torch.Tensor], Any] = id
     hold: Callable[[Sequence[torch.Tensor], int, torch.Tensor], Any] = lambda *_: None
     is_segment: Callable[[torch.Tensor], Any] = id
-    allocated: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
+    allocated: Callable[[], tuple[int, int, int, int]] = lambda: (0, 0, 0, 0)
+    note: Callable[[], tuple[int, list[HeldBlock]] | None] = lambda: None
+    noted: Callable[[int], list[Allocation]] = lambda _: []
     lately: Callable[[Any], int] = lambda _: 0
     on_join: Callable[[], Any] = int
     reads_values: Callable[[BaseException], bool] = bool

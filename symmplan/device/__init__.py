@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import torch
 
-from symmplan.device.base import Device, DeviceMemory
+from symmplan.device.base import Allocation, Device, DeviceMemory, HeldBlock
 from symmplan.device.cuda import CudaDevice
 from symmplan.process import PROCESS
 
-__all__ = ["Device", "DeviceMemory", "accelerator", "device_of", "kind_of", "replace_kind"]
+__all__ = [
+    "Allocation",
+    "Device",
+    "DeviceMemory",
+    "HeldBlock",
+    "accelerator",
+    "device_of",
+    "kind_of",
+    "replace_kind",
+]
 
 
 def kind_of(device: torch.device) -> type[Device]:

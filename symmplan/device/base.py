@@ -11,17 +11,53 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from attrs import frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
 
-__all__ = ["Device", "DeviceMemory"]
+__all__ = ["Allocation", "Device", "DeviceMemory", "HeldBlock"]
+
+
+class HeldBlock(NamedTuple):
+    """A part of a block of the driver that torch's allocator has.
+
+    Attributes:
+        block: As in `Allocation`.
+        nbytes: Bytes of it.
+        free: Whether nothing uses it.
+        segment: By what the block of the driver is told from others; its parts follow each other.
+        stream: On which it was allocated.
+        small: Whether it is of the pool for requests of at most 1 MiB.
+    """
+
+    block: Hashable
+    nbytes: int
+    free: bool
+    segment: Hashable
+    stream: Hashable
+    small: bool
+
+
+class Allocation(NamedTuple):
+    """Torch's allocator allocates or frees a block.
+
+    Attributes:
+        number: How many it has allocated since it began to note them, with this; 0 if it frees.
+        block: By what the block is told from others that are there at the same time.
+        nbytes: Bytes that were asked for; 0 if it frees.
+        stream: On which it was allocated.
+    """
+
+    number: int
+    block: Hashable
+    nbytes: int
+    stream: Hashable
 
 
 @frozen
@@ -36,6 +72,7 @@ class DeviceMemory:
         most_allocated: The most that they had so far.
         total: Bytes of the device.
         retries: How often torch's allocator has given back what it had cached to go on.
+        allocations: How many blocks it has allocated.
     """
 
     free: int
@@ -45,6 +82,7 @@ class DeviceMemory:
     most_allocated: int = 0
     total: int = 0
     retries: int = 0
+    allocations: int = 0
 
 
 class Device:
@@ -201,6 +239,26 @@ class Device:
     def memory(self) -> DeviceMemory | None:
         """Its bytes now; None if torch has no caching allocator for it."""
         return None
+
+    def note_allocations(self) -> tuple[int, list[HeldBlock]] | None:
+        """Have torch's allocator note what it does from now on, in all threads.
+
+        Returns:
+            For `noted_allocations`, and what the allocator has now. None if it cannot, or notes it
+            for somebody else already.
+        """
+        return None
+
+    def noted_allocations(self, since: int) -> list[Allocation]:  # noqa: ARG002
+        """What the allocator has noted; called once for each `note_allocations`.
+
+        Args:
+            since: As that has returned it.
+
+        Returns:
+            Empty if it has not noted all of it, or was told not to work as by default.
+        """
+        return []
 
     def empty_cache(self) -> None:
         """Return the bytes that torch's allocator has cached to the driver, of all devices."""

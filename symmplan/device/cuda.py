@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from symmplan.device.base import Device, DeviceMemory
+from symmplan.device.base import Allocation, Device, DeviceMemory, HeldBlock
+from symmplan.process import PROCESS
 from symmplan.torch_private import devices
 
 if TYPE_CHECKING:
@@ -164,10 +165,36 @@ class CudaDevice(Device):
             for what in ("reserved", "allocated")
             for which in ("current", "peak")
         )
-        retries = int(known.get("num_alloc_retries", 0))
         return DeviceMemory(
-            free, reserved, most_reserved, allocated, most_allocated, total, retries
+            free,
+            reserved,
+            most_reserved,
+            allocated,
+            most_allocated,
+            total,
+            retries=int(known.get("num_alloc_retries", 0)),
+            allocations=int(known.get("allocation.all.allocated", 0)),
         )
+
+    @override
+    def note_allocations(self) -> tuple[int, list[HeldBlock]] | None:
+        if not PROCESS.histories and not devices.begin_history():
+            return None
+        PROCESS.histories += 1
+        held, history = devices.blocks_and_history(self.device)
+        return len(history or ()), [HeldBlock(*block) for block in held]
+
+    @override
+    def noted_allocations(self, since: int) -> list[Allocation]:
+        _, history = devices.blocks_and_history(self.device)
+        PROCESS.histories -= 1
+        if not PROCESS.histories:
+            devices.end_history()
+        found, number = [], 0
+        for address, nbytes, stream in (history or ())[since:]:
+            number += nbytes > 0
+            found.append(Allocation(number if nbytes else 0, address, nbytes, stream))
+        return found
 
     @override
     def empty_cache(self) -> None:

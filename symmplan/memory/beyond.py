@@ -24,11 +24,35 @@ from symmplan.process import PROCESS
 from symmplan.torch_private import nccl
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     import torch
 
-__all__ = ["beyond_segments", "counting"]
+__all__ = ["beyond_segments", "counting", "expected_beyond"]
+
+#: What NCCL 2.28.9 takes on an H100 of two: for a communicator of copy engines, for a segment that
+#: is registered with one, and for each rendezvous. See ``docs/benchmarks.md``.
+_COMMUNICATOR, _WINDOW, _RENDEZVOUS = 10 << 20, 36 << 20, 38 << 20
+
+
+def expected_beyond(
+    memory: str, segments: Iterable[Collection[str]], engines: Collection[str]
+) -> int:
+    """Bytes of a device that a backend's communicators, windows and rendezvous take.
+
+    Args:
+        memory: Name of the memory backend.
+        segments: Names of the groups over which each segment is reached.
+        engines: Names of the groups of which copy engines run some collective.
+
+    Collective: no.
+    """
+    if memory != "nccl":
+        return 0
+    nbytes = len(engines) * _COMMUNICATOR
+    for groups in segments:
+        nbytes += len(groups) * _RENDEZVOUS + len({*engines} & {*groups}) * _WINDOW
+    return nbytes
 
 
 @contextlib.contextmanager

@@ -11,7 +11,10 @@ from symmplan.errors import BackendError
 if TYPE_CHECKING:
     import torch
 
+    from symmplan.device import Allocation, HeldBlock
+
 __all__ = [
+    "Allocations",
     "device_memory",
     "empty_cache",
     "most_lately",
@@ -30,8 +33,10 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
     """
     world = current()
     if world is not None:
-        now, most, reserved = world.allocated()
-        return DeviceMemory(1 << 60, now, reserved, now, most) if world.devices else None
+        if not world.devices:
+            return None
+        now, most, reserved, allocations = world.allocated()
+        return DeviceMemory(1 << 60, now, reserved, now, most, allocations=allocations)
     return device_of(device).memory()
 
 
@@ -49,6 +54,33 @@ def most_lately(there: DeviceMemory, before: int, asker: object) -> int:
     if world is not None:
         return world.lately(asker)
     return there.most_allocated if there.most_allocated > before else there.allocated
+
+
+class Allocations:
+    """What torch's allocator allocates and frees on a device for a while."""
+
+    def __init__(self) -> None:
+        self._begun: tuple[torch.device, int, list[HeldBlock]] | None = None
+
+    def begin(self, device: torch.device) -> None:
+        """Note it from now on, where the allocator can. Collective: no."""
+        self.end()
+        world = current()
+        begun = device_of(device).note_allocations() if world is None else world.note()
+        self._begun = None if begun is None else (device, *begun)
+
+    def end(self) -> tuple[list[HeldBlock], list[Allocation]]:
+        """What it had when that began, and what was noted; nothing if that is not all.
+
+        Collective: no.
+        """
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return [], []
+        device, since, held = begun
+        world = current()
+        noted = device_of(device).noted_allocations if world is None else world.noted
+        return held, noted(since)
 
 
 def empty_cache(device: torch.device) -> None:

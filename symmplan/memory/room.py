@@ -7,6 +7,12 @@
     had at its most. The cached bytes are no use as long as the allocator keeps them: it gives them
     back once, before segments are obtained.
 
+    Where torch's allocator has noted what it did in a recorded step, it is known how much it needs
+    of the driver without the buffers that plans replace, see `symmplan.capture.fsdp_reserved`. That
+    decides how much a plan may take so that the program has no more than before, and communicators
+    and windows count as the plan's. Smaller plans than `SMALL` are not worth that: what a small
+    program has at its most is a few blocks of the driver, and communicators take more than these.
+
     How much tensors will need is known of a step that was recorded, see
     `symmplan.capture.fsdp_memory`. Elsewhere it is taken to be what they had at most. Where tensors
     come and go, the allocator loses bytes to fragments. So where the device is nearly full it keeps
@@ -43,12 +49,14 @@ if TYPE_CHECKING:
 
     from symmplan.device import DeviceMemory
 
-__all__ = ["LEFT", "Room", "Usage", "agreed_room", "free_bytes", "room_on"]
+__all__ = ["LEFT", "SMALL", "Room", "Usage", "agreed_room", "free_bytes", "room_on"]
 
 #: What is left alone of the bytes that are free: one part in so many.
 _MARGIN = 10
 #: And at least so many bytes of a device: communicators and kernels take some when they come.
 LEFT = 256 << 20
+#: A plan of up to so many bytes need not make up for fragments and communicators.
+SMALL = 128 << 20
 #: What torch's allocator loses to fragments: one part in so many of what comes and goes.
 _FRAGMENTS = 16
 
@@ -81,12 +89,15 @@ class Usage:
         most: The most bytes that torch's allocator had of the driver.
         retried: Whether it had to give back its cache more than once in the recorded step.
         slack: What `symmplan.capture.fsdp_memory.Needed` has besides.
+        less: By how many bytes the allocator needs less of the driver without what plans replace;
+            None if that is not known.
     """
 
     need: int
     most: int
     retried: bool = False
     slack: tuple[int, ...] = ()
+    less: int | None = None
 
 
 def free_bytes(memory: str) -> int:
@@ -134,8 +145,10 @@ def room_on(there: DeviceMemory, usage: Usage | None, *, below: bool, reserve: i
     whole = unneeded - max(reserve, LEFT)
     at_once = there.free - max(there.free // _MARGIN, LEFT)
     if usage is not None and below:
-        nbytes = min(nbytes, usage.most - need)
-        whole = min(whole, usage.most - need)
+        most = usage.most - need
+        if usage.less is not None:
+            most = max(usage.less, min(most, SMALL))
+        nbytes, whole = min(nbytes, most), min(whole, most)
         at_once = min(at_once, usage.most - there.reserved)
     room = Room(max(0, nbytes), max(0, at_once), max(0, whole))
     return room if usage is None else evolve(room, retried=usage.retried, slack=usage.slack)

@@ -1,7 +1,7 @@
 """Counts a program's ordinary memory by the storages of fake tensors.
 
 What tensors have is counted, and on devices also what torch's caching allocator would have for
-them, see [Note: the caching allocator] in `symmplan.simulation.allocator`.
+them, see [Note: the caching allocator] in `symmplan.device.allocator`.
 
 [Note: kinds are found later]
     The kind of a storage is not known when it is made: a gradient is a result like any other until
@@ -25,7 +25,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from symmplan.simulation.allocator import CachingAllocator
+from symmplan.device import Allocation, HeldBlock
+from symmplan.device.allocator import CachingAllocator
 from symmplan.torch_private.autograd import local_part
 from symmplan.torch_private.fake_world import current_stream, followed_memory
 from symmplan.torch_private.ops import tree_leaves
@@ -33,7 +34,7 @@ from symmplan.torch_private.ops import tree_leaves
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 
-    from symmplan.simulation.allocator import CachedBlock
+    from symmplan.device.allocator import CachedBlock
 
 __all__ = ["Cached", "Kind", "Storages"]
 
@@ -75,6 +76,10 @@ class Cached:
             self._blocks[storage] = nbytes + change, taken
         self.highest = max(self.highest, self._allocator.reserved)
 
+    def held(self) -> list[HeldBlock]:
+        """What the allocator has, as `symmplan.device` says it."""
+        return self._allocator.held({id(s): block for s, (_, block) in self._blocks.items()})
+
     def begin(self) -> None:
         """Forget the most, and give back what is cached."""
         self._allocator.empty()
@@ -94,6 +99,7 @@ class Storages:
     _modules: weakref.WeakSet[torch.nn.Module] = field(factory=weakref.WeakSet)
     _cached: Cached = field(factory=Cached)
     _followed: int = 0
+    _allocations: int = 0
 
     def seen(self, tensor: torch.Tensor) -> _Storage:
         """The storage of a tensor; of a DTensor, of its part."""
@@ -130,18 +136,36 @@ class Storages:
         self._cached.begin()
         self._begin, self._highest = len(self._changes), self._now
 
-    def allocated(self) -> tuple[int, int, int]:
+    def allocated(self) -> tuple[int, int, int, int]:
         """Bytes of all but segments.
 
         All is counted where FSDP2 has it that will lie in a placement.
 
         Returns:
             What tensors have now; the most that they had since the program has built what it
-            trains; and the most that torch's allocator had since then.
+            trains; the most that torch's allocator had since then; and how often it allocated.
         """
         self._count()
         self._follow()
-        return self._now, self._highest, self._cached.highest
+        return self._now, self._highest, self._cached.highest, self._allocations
+
+    def note(self) -> tuple[int, list[HeldBlock]]:
+        """What is allocated from now on is noted: see `symmplan.device.Device`."""
+        self._follow()
+        return len(self._changes), self._cached.held()
+
+    def noted(self, since: int) -> list[Allocation]:
+        """What was allocated and freed ``since`` then: see `symmplan.device.Device`."""
+        size: dict[_Storage, int] = {}
+        for storage, change, _ in self._changes[:since]:
+            size[storage] = size.get(storage, 0) + change
+        found, number = [], 0
+        for storage, change, stream in self._changes[since:]:
+            nbytes = size[storage] = size.get(storage, 0) + change
+            number += nbytes > 0
+            if storage.kind not in ("segment", "held"):
+                found.append(Allocation(number if nbytes else 0, id(storage), nbytes, stream))
+        return found
 
     def _follow(self) -> None:
         """Let torch's allocator serve what has happened since."""
@@ -199,6 +223,7 @@ class Storages:
             return
         change = nbytes - storage.nbytes
         self._changes.append((storage, change, current_stream(storage.device)))
+        self._allocations += nbytes > 0
         if storage.kind not in ("segment", "held"):
             self._count()
             self._now += nbytes - storage.nbytes

@@ -18,6 +18,7 @@ from symmplan.coordination.world import SimulatedCall, World, current, enter, le
 from symmplan.device import kind_of
 from symmplan.errors import OptionError, SimulationError, closest
 from symmplan.memory import BACKENDS
+from symmplan.memory.beyond import expected_beyond
 from symmplan.memory.topology import simulated
 from symmplan.model import PUSHES
 from symmplan.runtime.algorithms import is_target
@@ -40,9 +41,6 @@ __all__ = ["simulate"]
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "symmplan")
 _MEMORIES = ("auto", "nccl", "cuda", "nvshmem", "shm")
-#: What NCCL 2.28.9 takes on an H100 of two: for a communicator of copy engines, for a segment that
-#: is registered with one, and for each rendezvous. See ``docs/benchmarks.md``.
-_COMMUNICATOR, _WINDOW, _RENDEZVOUS = 10 << 20, 36 << 20, 38 << 20
 #: Seconds between two lines that say how far a simulation is.
 _TELL = 2.0
 _ITEM = "read values where the program is not simulated: return tensors, and log them outside"
@@ -138,6 +136,7 @@ def simulate(
     world.seen, world.on_join = storages.seen, storages.begin
     world.hold, world.allocated = storages.hold, storages.allocated
     world.is_segment, world.lately = storages.segment, storages.lately
+    world.note, world.noted = storages.note, storages.noted
     world.reads_values = fake_world.reads_values
     others: list[tuple[SimulatedCall, bool]] = []  # that nobody plans, and if in a placement
     ops, begin = 0, time.monotonic()
@@ -252,15 +251,11 @@ def _report(
 
 def _beyond(world: World, kinds: Collection[tuple[SimulatedCall, AlgorithmName]]) -> int:
     """Bytes of a device that NCCL takes for the plans."""
-    if world.memory != "nccl":
-        return 0
     engines = {call.group for call, algorithm in kinds if algorithm == "copy engine"}
-    nbytes = len(engines) * _COMMUNICATOR
-    for segment in world.segments:
-        if not segment.released:
-            nbytes += len({*map(id, segment.rendezvous.values())}) * _RENDEZVOUS
-            nbytes += len(engines & segment.rendezvous.keys()) * _WINDOW
-    return nbytes
+    held = [s.rendezvous for s in world.segments if not s.released]
+    # Names of one group share a rendezvous.
+    groups = [set({id(r): name for name, r in names.items()}.values()) for names in held]
+    return expected_beyond(world.memory, groups, engines)
 
 
 def _algorithms(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan.torch_private.table.ops import STREAMS
+from symmplan.torch_private.table.ops import ALLOCATIONS, STREAMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED.
 _MULTICAST = 132
+#: The most entries of the allocator's history that are kept.
+_ENTRIES = 1 << 20
 
 
 def has_multicast(device: torch.device) -> bool:
@@ -84,3 +86,58 @@ def followed(after: Mapping[str, Callable[..., None]]) -> AbstractContextManager
 
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
+
+
+def begin_history() -> bool:
+    """Have torch's allocator keep a history of all devices from now on, without stacks.
+
+    Returns:
+        False if it cannot, or does so already.
+    """
+    if ALLOCATIONS.missing() or torch._C._cuda_isHistoryEnabled():
+        return False
+    if torch.cuda.memory.get_allocator_backend() != "native":
+        return False
+    torch.cuda.memory._record_memory_history("all", context=None, max_entries=_ENTRIES)
+    return True
+
+
+def end_history() -> None:
+    """It keeps none any more."""
+    torch.cuda.memory._record_memory_history(None)
+
+
+def blocks_and_history(
+    device: torch.device,
+) -> tuple[list[tuple[int, int, bool, int, int, bool]], list[tuple[int, int, int]] | None]:
+    """What torch's allocator has of a device, and the history that it keeps.
+
+    Returns:
+        ``(address, bytes, whether it is free, address of the block of the driver, stream, whether
+        that is of the pool of small ones)``, by address; and ``(address, bytes, stream)`` of each
+        block that it allocated since the history began, and ``(address, 0, 0)`` where it was free
+        again. None in place of these if entries are missing, or if the allocator was told not to
+        work as by default.
+    """
+    index, snapshot = _index(device), torch.cuda.memory._snapshot()
+    blocks = []
+    for segment in snapshot["segments"]:
+        if segment["device"] != index:
+            continue
+        at = int(segment["address"])
+        of = at, int(segment["stream"]), segment["segment_type"] == "small"
+        for block in segment["blocks"]:
+            nbytes = int(block["size"])
+            blocks.append((at, nbytes, block["state"] == "inactive", *of))
+            at += nbytes
+    entries = snapshot["device_traces"][index]
+    settings = snapshot.get("allocator_settings", {})
+    if len(entries) >= _ENTRIES or settings.get("expandable_segments"):
+        return blocks, None
+    history = []
+    for entry in entries:
+        if entry["action"] == "alloc":
+            history.append((int(entry["addr"]), int(entry["size"]), int(entry["stream"])))
+        elif entry["action"] == "free_completed":
+            history.append((int(entry["addr"]), 0, 0))
+    return blocks, history

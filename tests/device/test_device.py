@@ -8,10 +8,19 @@ import inspect
 import pytest
 import torch
 
-from symmplan.device import Device, accelerator, device_of, kind_of, replace_kind
+from symmplan.device import (
+    Allocation,
+    Device,
+    HeldBlock,
+    accelerator,
+    device_of,
+    kind_of,
+    replace_kind,
+)
 from symmplan.device import cuda as module
 from symmplan.device.cuda import CudaDevice
 from symmplan.process import PROCESS
+from symmplan.torch_private import devices
 
 CPU = torch.device("cpu")
 
@@ -86,6 +95,84 @@ def test_bytes_are_the_drivers_and_the_allocators(cuda):
     there = device_of(torch.device("cuda", 1)).memory()
     assert (there.free, there.total, there.reserved, there.most_reserved) == (11, 100, 5, 0)
     assert (there.allocated, there.most_allocated) == (0, 4)
+
+
+@pytest.fixture
+def history(cuda, monkeypatch):
+    """What torch's allocator says of two devices, and whether it keeps a history."""
+    monkeypatch.setattr(PROCESS, "histories", 0)
+    parts = [{"size": 512, "state": "active_allocated"}, {"size": 1536, "state": "inactive"}]
+    segment = {"device": 1, "address": 4096, "stream": 7, "segment_type": "small", "blocks": parts}
+    said = {
+        "segments": [{**segment, "device": 0, "address": 0}, segment],
+        "device_traces": [[], []],
+        "allocator_settings": {"expandable_segments": False},
+    }
+    kept = []
+
+    def keep(enabled, **_):
+        kept.append(enabled)
+
+    memory = torch.cuda.memory
+    monkeypatch.setattr(memory, "_snapshot", lambda: said)
+    monkeypatch.setattr(memory, "_record_memory_history", keep)
+    monkeypatch.setattr(memory, "get_allocator_backend", lambda: "native")
+    enabled = "_cuda_isHistoryEnabled"
+    monkeypatch.setattr(torch._C, enabled, lambda: bool(kept and kept[-1]), raising=False)
+    return said, kept
+
+
+def _alloc(address, nbytes):
+    return {"action": "alloc", "addr": address, "size": nbytes, "stream": 7}
+
+
+def _free(address):
+    return {"action": "free_completed", "addr": address, "size": 0, "stream": 7}
+
+
+def test_what_the_allocator_does_is_noted_for_each_who_asks(history):
+    said, kept = history
+    device = device_of(torch.device("cuda", 1))
+    since, held = device.note_allocations()
+    assert held == [
+        HeldBlock(4096, 512, free=False, segment=4096, stream=7, small=True),
+        HeldBlock(4608, 1536, free=True, segment=4096, stream=7, small=True),
+    ]
+    entries = said["device_traces"][1]
+    entries += [{"action": "segment_alloc"}, _alloc(1, 10), _free(1), _alloc(1, 20)]
+    later, _ = device.note_allocations()  # another model
+    entries += [_free(1), {"action": "free_requested", "addr": 1}]
+    assert kept == ["all"]
+    assert device.noted_allocations(later) == [Allocation(0, 1, 0, 0)]
+    assert kept == ["all"]
+    assert device.noted_allocations(since) == [
+        Allocation(1, 1, 10, 7),
+        Allocation(0, 1, 0, 0),
+        Allocation(2, 1, 20, 7),
+        Allocation(0, 1, 0, 0),
+    ]
+    assert kept == ["all", None]
+
+
+def test_a_history_that_somebody_else_asked_for_is_left_alone(history):
+    _, kept = history
+    kept.append("all")
+    assert device_of(torch.device("cuda", 1)).note_allocations() is None
+    assert kept == ["all"]
+
+
+@pytest.mark.parametrize("what", ["settings", "entries"])
+def test_what_cannot_be_replayed_is_not_noted(history, what, monkeypatch):
+    said, kept = history
+    device = device_of(torch.device("cuda", 1))
+    since, _ = device.note_allocations()
+    said["device_traces"][1] += [_alloc(1, 10), _alloc(2, 10)]
+    if what == "settings":
+        said["allocator_settings"]["expandable_segments"] = True
+    else:
+        monkeypatch.setattr(devices, "_ENTRIES", 2)
+    assert device.noted_allocations(since) == []
+    assert kept == ["all", None]
 
 
 def test_the_current_stream_is_as_before_behind_another_one(cuda):

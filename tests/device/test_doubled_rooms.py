@@ -15,7 +15,7 @@ from doubles.network import BYTES, RESTRICTED, WINDOW
 from ranks import pool_of
 
 import symmplan
-from symmplan.memory.room import Room
+from symmplan.memory.room import SMALL, Room
 from symmplan.process import PROCESS
 from symmplan.runtime.choice import NO_ROOM
 
@@ -260,3 +260,47 @@ def test_where_the_allocator_retries_a_plan_takes_as_few_bytes_as_it_can(two, re
     for stats in two.run(on_devices, run):
         assert (stats.served, stats.plain) == (2 * 3 * 3, 0)
         assert (stats.segment_bytes == whole) == (retries > 1)
+
+
+def _replayed(rank, world, choose, without):
+    """A model whose plan is not small: whether its history counted, and what it takes then."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    if rank == without:
+        state().device.history = _Nothing()
+    model = torch.nn.Sequential(*(torch.nn.Linear(4608, 4608, bias=False) for _ in range(3)))
+    for module in (*model, model):
+        fully_shard(module, mesh=dist.init_device_mesh("cpu", (world,)))
+    handle = symmplan.fsdp.apply(model, choose=choose, timeout=30.0)
+    for step in range(2):
+        model(torch.full((512, 4608), float(rank + step))).square().mean().backward()
+        model.zero_grad()
+    usage = handle._runtime.memory.program.agreed(handle._runtime.memory.groups, 0)
+    found = usage.less, handle.stats.segment_bytes
+    handle.remove()
+    return found
+
+
+class _Nothing(list):
+    """A history that is not kept."""
+
+    def append(self, _):
+        pass
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+@pytest.mark.parametrize("choose", ["symmetric", "push"])
+def test_a_plan_takes_no_more_than_the_history_of_the_allocator_allows(two, choose):
+    """All ranks go by it, or none of them does."""
+    run = functools.partial(on_devices, had=0, counted=True)
+    (less, taken), same = two.run(run, _replayed, choose, None)
+    assert (less, taken) == same
+    (unknown, more), same = two.run(run, _replayed, choose, 1)
+    assert (unknown, more) == same
+    assert unknown is None
+    assert more > SMALL
+    assert taken <= less
+    # Pushes have slots, and keep gradients until they are over.
+    assert taken == more if choose == "symmetric" else less < more

@@ -152,3 +152,37 @@ def test_what_is_told_of_bytes_beyond_segments_is_what_the_driver_says():
             # A first launch of anything may load a module of some MiB.
             assert abs(seen[-1] - seen[0] - told) <= 64 * MiB, (seen, causes)
             assert abs(stats.bytes_without_owner) <= 50 * MiB, (seen, stats)
+
+
+def replayed(rank, world, steps=3):
+    """Bytes that torch's allocator had, by itself and by a replay of its history."""
+    from fsdp_models import Net, batch, mesh, shard
+
+    import symmplan
+
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    models = [shard(Net(BLOCKS, dim=DIM).cuda().bfloat16(), mesh=mesh(world, device="cuda"))]
+    handle = symmplan.fsdp.apply(models[0], timeout=60.0)
+    for step in range(steps):
+        rows = batch(step, rank, dim=DIM, device="cuda").bfloat16()
+        models[0](rows.repeat(-(-ROWS // len(rows)), 1)).float().pow(2).mean().backward()
+        for parameter in models[0].parameters():
+            parameter.grad = None
+        if step == 0:
+            had = torch.cuda.max_memory_reserved()
+    program = handle._runtime.memory.program
+    found = program._reserved
+    handle.remove()
+    assert not torch._C._cuda_isHistoryEnabled()
+    return had, found and (found._without + found.replaced, found.replaced)
+
+
+def test_a_replay_of_the_allocators_history_has_what_it_had():
+    with _make() as pool:
+        for had, found in pool.run(replayed):
+            assert found is not None
+            total, replaced = found
+            print(had, total, replaced)
+            assert abs(total - had) <= 0.03 * had
+            assert 0 < replaced < total

@@ -18,10 +18,10 @@ from llama_steps import steps
 
 import symmplan
 from symmplan.coordination.world import current
+from symmplan.device.allocator import CachingAllocator
 from symmplan.model import PUSHES
 from symmplan.report.format import table
 from symmplan.simulation import run
-from symmplan.simulation.allocator import CachingAllocator
 from symmplan.simulation.memory import Cached
 
 GiB, MiB = 1 << 30, 1 << 20

@@ -14,7 +14,7 @@ from symmplan.capture.fsdp_memory import needed, needed_more
 from symmplan.capture.fsdp_recording import Key, Look, Recording
 from symmplan.device import DeviceMemory
 from symmplan.memory import room
-from symmplan.memory.room import Usage, room_on
+from symmplan.memory.room import SMALL, Usage, room_on
 
 two = pool_of(2, timeout=120)
 
@@ -58,6 +58,17 @@ def test_a_plan_takes_what_the_program_had_and_no_more(device, below):
     unlimited = room_on(there, usage, below=False)
     assert found.nbytes <= unlimited.nbytes
     assert room_on(there, None, below=True).nbytes <= unlimited.nbytes
+
+
+@given(devices(), st.integers(-(1 << 30), 1 << 34))
+def test_a_plan_takes_what_the_allocator_needs_less_or_little(device, less):
+    """Where the allocator's history is known."""
+    there, usage = device
+    found = room_on(there, evolve(usage, less=less), below=True)
+    tensors = max(0, usage.most - usage.need)
+    assert found.nbytes <= found.whole <= max(0, less, min(tensors, SMALL))
+    unlimited = room_on(there, usage, below=False)
+    assert found.whole == min(unlimited.whole, max(0, less, min(tensors, SMALL)))
 
 
 @given(devices(), st.integers(0, 1 << 30), st.booleans())
@@ -244,18 +255,18 @@ class _Device:
 
 
 def _with_device(rank, world, totals, base, cached, live=None):
-    from symmplan.integrate.fsdp import memory
+    from symmplan.integrate.fsdp import program_usage as usage
     from symmplan.runtime import prepare
 
     device = _Device(totals[rank], base, cached)
-    before = memory.device_memory, room.device_memory, prepare.empty_cache
-    memory.device_memory = room.device_memory = device.memory
+    before = usage.device_memory, room.device_memory, prepare.empty_cache
+    usage.device_memory = room.device_memory = device.memory
     prepare.empty_cache = device.empty
     try:
         result = budget_programs.fsdp(rank, world, "placed", unsharded_modules=live)
         device.memory(None)
     finally:
-        memory.device_memory, room.device_memory, prepare.empty_cache = before
+        usage.device_memory, room.device_memory, prepare.empty_cache = before
     return {**result, "emptied": device.emptied, "used": max(device.used), "usage": device.usage}
 
 

@@ -16,24 +16,19 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import evolve
 
-from symmplan.capture.fsdp_memory import needed
-from symmplan.capture.fsdp_recording import Look
-from symmplan.coordination.all_gather import all_agree
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import at_drop
 from symmplan.coordination.world import current
 from symmplan.device import device_of
 from symmplan.errors import CaptureError
+from symmplan.integrate.fsdp.program_usage import ProgramUsage
 from symmplan.integrate.fsdp.push import Pushes
 from symmplan.integrate.fsdp.sums import warm_up
 from symmplan.memory import agree
 from symmplan.memory.beyond import counting
 from symmplan.memory.cache import fits
-from symmplan.memory.device_memory import device_memory, most_lately
 from symmplan.memory.held import bytes_beside
-from symmplan.memory.room import Room, Usage
 from symmplan.memory.streams import synchronize
 from symmplan.runtime.engines import known_of, register
 from symmplan.runtime.leases import Lease, Ledger, in_use, set_aside
@@ -47,6 +42,7 @@ if TYPE_CHECKING:
     from symmplan.device import Device
     from symmplan.integrate.fsdp.schedule import ScheduledCollective
     from symmplan.memory import Arena
+    from symmplan.memory.room import Room
     from symmplan.model import Algorithm, Placement, Plan
     from symmplan.runtime.options import Options
     from symmplan.runtime.tenants import Tenant
@@ -71,9 +67,7 @@ class Memory:
         captured: Whether a CUDA graph may have the addresses.
         preparation: What the ranks agree on, and how they get memory.
         recording: What is being recorded.
-        usage: What the program had before the first plan; None before, and where nobody looks.
-        looked: The recording by which that is known.
-        looks: Whether `look` still writes anything down.
+        program: What the program had before the first plan.
         facade: The facade of the device, once a collective was seen.
     """
 
@@ -86,12 +80,9 @@ class Memory:
         self.tenants: list[Tenant | None] = []
         self.captured = False
         self.preparation = Preparation(options, "symmplan.fsdp", "FSDP2")
-        self.usage: Usage | None = None
-        self.looked: Recording | None = None
-        self.looks = True
+        self.program = ProgramUsage(options.timeout)
         self.facade: Device | None = None
         self.recording: Recording | None = None
-        self._most = self._retries = 0
         self._options = options
         # What races are looked for in: this thread's ops, until the memory is released.
         self._watching = contextlib.ExitStack()
@@ -104,7 +95,7 @@ class Memory:
         self._views: dict[tuple[Placement, torch.dtype], torch.Tensor] = {}
         self._pushes: dict[str, Pushes] = {}
         # Not a method of this object, which must be able to end.
-        at_drop(self, functools.partial(_give_back_all, self._arenas, self._older))
+        at_drop(self, functools.partial(_end, self._arenas, self._older, self.program))
 
     @property
     def reached(self) -> dict[str, Any]:
@@ -149,7 +140,7 @@ class Memory:
         if self._device is None:
             self._device, self.facade = device, device_of(device)
         if planned:
-            if self.looks:
+            if self.program.looks:
                 self.look()
             # The ranks meet where a reduction failed between its push and its meeting.
             for pushes in self._pushes.values():
@@ -252,20 +243,12 @@ class Memory:
         """Write down what the device has now, until the program is planned.
 
         Args:
-            own: As in `Look`.
+            own: As in `symmplan.capture.fsdp_recording.Look`.
 
         Collective: no.
         """
-        recording = self.recording
-        if self.usage is None and recording is not None:
-            there = device_memory(self.device)
-            self.looks = there is not None
-            if there is not None:
-                most = most_lately(there, self._most, self)
-                if not recording.moments:
-                    most, self._retries = there.allocated, there.retries
-                self._most = max(self._most, there.most_allocated)
-                recording.moments.append(Look(len(recording.events), there.allocated, most, own))
+        if self.recording is not None:
+            self.program.look(self.recording, self.device, own=own)
 
     @contextlib.contextmanager
     def unsharding(self, recording: Recording | None, index: int) -> Iterator[None]:
@@ -281,25 +264,6 @@ class Memory:
             recording.filled.setdefault(index, len(recording.events))
             self.look(own=True)
 
-    def had(self, recording: Recording, unsharded: Mapping[str, int]) -> None:
-        """Remember what a program that is not planned yet had of its device. Collective: no.
-
-        Args:
-            recording: Its step.
-            unsharded: ``{site: bytes}`` of the parameters that a plan may place.
-        """
-        there = device_memory(self.device)
-        if there is not None and self.usage is None:
-            last = recording.moments[-1] if recording.moments else None
-            if last is None or last[:2] != (len(recording.events), there.allocated):
-                self.recording = recording
-                self.look()
-            self.looked = recording
-            self.looks = False
-            need, peak, slack = needed(recording, unsharded)
-            most = there.most_reserved + max(0, peak - self._most)
-            self.usage = Usage(need, most, there.retries > self._retries + 1, slack)
-
     def room(self, *, below: bool, reserve: int = 0) -> Room:
         """How many bytes a plan may take; the same on all ranks.
 
@@ -314,16 +278,10 @@ class Memory:
         stays = self.segment_bytes - held
         if any(in_use(arena.segments.values()) for arena in self._arenas):
             stays, held = stays + held, 0
-        preparation, usage = self.preparation, self.usage
-        if usage is not None and self.looked is not None:
-            looks = [look.events for look in self.looked.moments]
-            seen = [self.looked.events, looks, sorted(self.looked.filled.items())]
-            if not all_agree("looks", repr(seen), self.groups, self._options.timeout):
-                usage = evolve(usage, slack=())
-            # Of what was made since the step was recorded, tenants may come to live here.
-            tenants = [tenant.arena for tenant in self.tenants if tenant is not None]
-            others = bytes_beside([*self._arenas, *self._older, *tenants])
-            usage = evolve(usage, most=usage.most - others)
+        # Of what was made since the step was recorded, tenants may come to live here.
+        tenants = [tenant.arena for tenant in self.tenants if tenant is not None]
+        others = bytes_beside([*self._arenas, *self._older, *tenants])
+        usage, preparation = self.program.agreed(self.groups, others), self.preparation
         return preparation.room(
             preparation.memory,
             self.device,
@@ -419,10 +377,11 @@ class Memory:
         self._pushes.clear()
         if self._device is not None:
             synchronize(self._device)
-        _give_back_all(self._arenas, self._older)
+        _end(self._arenas, self._older, self.program)
 
 
-def _give_back_all(arenas: list[Arena], older: list[Arena]) -> None:
+def _end(arenas: list[Arena], older: list[Arena], program: ProgramUsage) -> None:
+    program.end()
     for arena in (*arenas, *older):
         arena.give_back()
     arenas.clear()

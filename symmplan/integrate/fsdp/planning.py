@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from symmplan.capture.fsdp_memory import needed_more
 from symmplan.capture.fsdp_recording import with_widest
 from symmplan.capture.fsdp_unsharded import kept_after_forward
 from symmplan.coordination.all_gather import all_agree, all_gather_json, telling
@@ -110,7 +109,7 @@ class Planning:
         preparation = memory.preparation
         self._agree()
         recordings = self._sent_alike(recordings)
-        memory.had(recordings[-1], {site: x.nbytes for site, x in self.layouts.items()})
+        memory.program.had(recordings[-1], self._unsharded, memory.device)
         chosen, limit = self._choose(recordings)
         recordings = merged(recordings, groups, self._options.timeout)
         problem, last = self._problem(recordings, chosen), self._last
@@ -261,7 +260,7 @@ class Planning:
         return StepProblem(
             recordings=recordings,
             ranks={n: tuple(dist.get_process_group_ranks(g)) for n, g in groups.items()},
-            zero_copy={site: x.nbytes for site, x in self.layouts.items()},
+            zero_copy=self._unsharded,
             algorithm=functools.partial(self._algorithm, chosen),
             live=self.live,
         )
@@ -294,7 +293,19 @@ class Planning:
         return finished(self._within(room, problem, chosen))
 
     def _within(self, room: int | None, problem: StepProblem, chosen: Chosen[Call]) -> StepPlan:
-        """The plan that takes no more than ``room`` bytes; None for no limit."""
+        """The plan that takes no more than ``room`` bytes; None for no limit.
+
+        Communicators and windows count, unless a plan leaves nothing out only if they do not.
+        """
+        counted = self._fitting(room, problem, chosen, communicators=True)
+        if not _leaves_out(counted):
+            return counted
+        other = self._fitting(room, problem, chosen, communicators=False)
+        return counted if _leaves_out(other) else other
+
+    def _fitting(
+        self, room: int | None, problem: StepProblem, chosen: Chosen[Call], *, communicators: bool
+    ) -> StepPlan:
         first = problem.recordings[0].collectives
 
         def planned(
@@ -303,7 +314,9 @@ class Planning:
             made = problem.plan({}, demoted)
             return made.plan, _demotables(made, chosen), made
 
-        plan, made = within(room, planned, lambda _, made: self._taken(made, first))
+        plan, made = within(
+            room, planned, lambda _, made: self._taken(made, first, communicators=communicators)
+        )
         return evolve(made, plan=plan)
 
     def _tenants(self, recordings: Sequence[Recording]) -> dict[int, tuple[Buffer, ...]]:
@@ -326,24 +339,27 @@ class Planning:
         )
         return {} if any(x != mine for of in said.values() for x in of) else found
 
-    def _taken(self, made: StepPlan, first: Sequence[Call]) -> int:
+    def _taken(self, made: StepPlan, first: Sequence[Call], *, communicators: bool = True) -> int:
         """Bytes of a plan, and those that the program has besides where nobody set a limit.
 
         Args:
             made: The plan.
             first: The collectives of the step whose memory was looked at.
+            communicators: Whether those that the plan needs count, and its windows.
+
+        Collective: as `ProgramUsage.needed_besides`.
         """
-        recording = self._memory.looked
-        if self._options.capacity is not None or recording is None:
+        if self._options.capacity is not None:
             return made.plan.peak_bytes
         placed = {p.call: p.algorithm.name for p in made.stretches[0] if p.buffer is not None}
-        return made.plan.peak_bytes + needed_more(
-            recording,
-            first,
-            {site: x.nbytes for site, x in self.layouts.items()},
-            lambda call: placed.get(call, "ordinary"),
-            self._memory.preparation.slack,
-        )
+        backend, of = self._memory.preparation, (made.plan, first, self._unsharded, placed)
+        given = backend.memory if communicators else "", backend.slack, self._memory.groups
+        return made.plan.peak_bytes + self._memory.program.needed_besides(*of, *given)
+
+    @property
+    def _unsharded(self) -> dict[str, int]:
+        """``{site: bytes}`` of the unsharded parameters that a plan may place."""
+        return {site: x.nbytes for site, x in self.layouts.items()}
 
     def _alike(
         self,
@@ -406,6 +422,12 @@ class Planning:
         Collective: yes, over all groups.
         """
         return self._agree(), self._choose([recording])[0].choices
+
+
+def _leaves_out(made: StepPlan) -> bool:
+    """Whether something is ordinary because there is no room for it."""
+    budget = made.plan.budget
+    return budget is not None and any(d.after == "ordinary" for d in budget.demotions)
 
 
 def _demotables(made: StepPlan, chosen: Chosen[Call]) -> list[Demotable]:

@@ -134,7 +134,7 @@ class Runtime:
         slot.expected = self.expected(key, scheduled)
         nbytes, outside = key.numel * dtype.itemsize, self._outside
         slot.log, slot.index = self._recorder.begin(key, nbytes, outside=outside)
-        if slot.log is not None and self.memory.looks:
+        if slot.log is not None and self.memory.program.looks:
             self.memory.look(own=True)
         if slot.pushed:
             return base.expand(key.numel), slot

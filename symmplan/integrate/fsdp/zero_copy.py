@@ -207,7 +207,7 @@ class ZeroCopyUnshard:
             return
         group = self._group
         was = group.is_sharded
-        if self._runtime.memory.looks:
+        if self._runtime.memory.program.looks:
             self._runtime.memory.look()
         self._methods.call_own(fsdp2_in_place.TO_SHARDED)
         if not was:

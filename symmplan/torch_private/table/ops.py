@@ -80,6 +80,17 @@ STREAMS = Seam(
     undone="when the recording ends",
 )
 
+ALLOCATIONS = Seam(
+    "history of torch's allocator",
+    "speed",
+    "an FSDP2 plan on a device takes no more than fragments leave of what the program had",
+    ("fsdp",),
+    names("torch.cuda.memory", "_record_memory_history _snapshot")
+    + names("torch._C", "_cuda_isHistoryEnabled"),
+    undone="when the recorded step is planned",
+    only_with="torch._C:_cuda_init",
+)
+
 COPY_EACH = Seam(
     "copies of many tensors",
     "correctness",

@@ -36,8 +36,10 @@ class Device:
         self.total = total
         self.taken = {}
         self._cached = self.most_reserved = self.most_allocated = had
-        self._last = self.retries = 0
-        self._direct, self._counted = [], {}
+        self._last = self.retries = self.allocations = 0
+        # ``(block, its bytes now, stream)`` of tensors as they came, were resized and went.
+        self.history = []
+        self._direct, self._counted, self._sizes = [], {}, {}
 
     @property
     def segments(self):
@@ -110,6 +112,7 @@ class Device:
             return
         self._reserve(storage.nbytes())
         self._counted[storage._cdata] = weakref.ref(storage)
+        self._sizes[storage._cdata] = 0  # as it had none before
         self.reserved  # noqa: B018 - the most so far
 
     def _reserve(self, nbytes):
@@ -131,10 +134,14 @@ class Device:
         now = 0
         for key, storage in tuple(self._counted.items()):
             alive = storage()
+            nbytes = 0 if alive is None else alive.nbytes()
+            if nbytes != self._sizes[key]:
+                self._sizes[key] = nbytes
+                self.allocations += nbytes > 0
+                self.history.append((key, nbytes, streams().current.cuda_stream))
             if alive is None:
                 del self._counted[key]
-            else:
-                now += alive.nbytes()
+            now += nbytes
         gone, self._last = self._last - now, now
         self._cached += max(0, gone)
         return now

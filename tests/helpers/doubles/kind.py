@@ -8,7 +8,7 @@ import torch
 
 from doubles.network import DEVICE_EVENT
 from doubles.streams import Event, Stream, current, put, streams, touch
-from symmplan.device.base import Device, DeviceMemory
+from symmplan.device.base import Allocation, Device, DeviceMemory
 
 
 class DoubledDevice(Device):
@@ -99,7 +99,19 @@ class DoubledDevice(Device):
             there.most_allocated,
             total=there.total,
             retries=there.retries,
+            allocations=there.allocations,
         )
+
+    def note_allocations(self):
+        """As where nothing but what is noted is in blocks of the driver."""
+        return len(self.bytes.history), []
+
+    def noted_allocations(self, since):
+        found, number = [], 0
+        for block, nbytes, stream in self.bytes.history[since:]:
+            number += nbytes > 0
+            found.append(Allocation(number if nbytes else 0, block, nbytes, stream))
+        return found
 
     def empty_cache(self):
         self.bytes.empty_cache()

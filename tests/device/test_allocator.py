@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symmplan.simulation.allocator import CachingAllocator
+from symmplan.device import HeldBlock
+from symmplan.device.allocator import CachingAllocator
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -65,6 +66,28 @@ def test_the_same_again_needs_nothing_of_the_driver(program, nbytes, stream):
     had = allocator.reserved
     allocator.take(nbytes, stream)
     assert allocator.reserved == had
+
+
+@given(acts, acts)
+def test_an_allocator_that_has_what_another_has_goes_on_like_it(program, more):
+    allocator, other = CachingAllocator(), CachingAllocator()
+    *_, live = [[], *run(allocator, program)]
+    allocator.empty()
+    used = {index: block for index, (block, _, _) in enumerate(live)}
+    held = allocator.held(used)
+    free = HeldBlock("free", 2 * MIB, free=True, segment="free", stream=0, small=False)
+    again = other.hold([*held, free])  # it can be given back
+    assert again.keys() == used.keys()
+    assert [again[i].nbytes for i in used] == [block.nbytes for block in used.values()]
+    assert other.reserved == allocator.reserved
+    for index, block in used.items():
+        allocator.drop(block)
+        other.drop(again[index])
+        for _ in zip(run(allocator, more), run(other, more), strict=True):
+            assert other.reserved == allocator.reserved
+    if not any(isinstance(act, tuple) for act in more):
+        other.empty()
+        assert other.reserved == 0
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,19 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from attrs import define, field
 
+from symmplan.device.base import HeldBlock
+
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterable, Mapping
 
 __all__ = ["CachedBlock", "CachingAllocator"]
+
+_Pool: TypeAlias = "list[tuple[int, int, CachedBlock]]"
 
 #: Sizes are multiples of this.
 _ROUND = 512
@@ -38,7 +43,7 @@ class CachedBlock:
 
     address: int
     nbytes: int
-    pool: list[tuple[int, int, CachedBlock]]
+    pool: _Pool
     free: bool = False
     before: CachedBlock | None = None
     after: CachedBlock | None = None
@@ -69,7 +74,7 @@ class CachingAllocator:
 
     reserved: int = 0
     _next: int = 0
-    _pools: dict[tuple[Hashable, bool], list[tuple[int, int, CachedBlock]]] = field(factory=dict)
+    _pools: dict[tuple[Hashable, bool], _Pool] = field(factory=dict)
 
     def take(self, nbytes: int, stream: Hashable) -> CachedBlock:
         """A block of at least so many bytes, for a tensor that is made on a stream."""
@@ -105,6 +110,52 @@ class CachingAllocator:
                 after.after.before = block
         block.put_back()
 
+    def hold(self, held: Iterable[HeldBlock]) -> dict[Hashable, CachedBlock]:
+        """Have what another allocator has, but for what is free as a whole.
+
+        Returns:
+            ``{block: what is in use}``.
+        """
+        used: dict[Hashable, CachedBlock] = {}
+        for _, parts in groupby(held, key=lambda part: part.segment):
+            before: CachedBlock | None = None
+            segment = list(parts)
+            if all(part.free for part in segment):
+                continue
+            for part in segment:
+                pool = self._pools.setdefault((part.stream, part.small), [])
+                block = CachedBlock(self._next, part.nbytes, pool, before=before)
+                self._next += part.nbytes
+                self.reserved += part.nbytes
+                if before is not None:
+                    before.after = block
+                if part.free:
+                    block.put_back()
+                else:
+                    used[part.block] = block
+                before = block
+        return used
+
+    def held(self, used: Mapping[Hashable, CachedBlock]) -> list[HeldBlock]:
+        """What it has, as `hold` takes it, where ``used`` is in use; without what is free."""
+        key = {id(pool): key for key, pool in self._pools.items()}
+        name = {id(block): name for name, block in used.items()}
+        seen: set[int] = set()
+        found: list[HeldBlock] = []
+        for block in used.values():
+            first = block
+            while first.before is not None:
+                first = first.before
+            if first.address in seen:
+                continue
+            segment, part = first.address, cast("CachedBlock | None", first)
+            seen.add(segment)
+            while part is not None:
+                of = segment, *key[id(part.pool)]
+                found.append(HeldBlock(name.get(id(part), -1), part.nbytes, part.free, *of))
+                part = part.after
+        return found
+
     def empty(self) -> None:
         """Give the driver back what is free as a whole, as torch's ``empty_cache`` does."""
         for pool in self._pools.values():
@@ -112,9 +163,7 @@ class CachingAllocator:
             self.reserved -= sum(item[0] for item in pool) - sum(item[0] for item in parts)
             pool[:] = parts
 
-    def _reserve(
-        self, nbytes: int, pool: list[tuple[int, int, CachedBlock]], *, small: bool
-    ) -> CachedBlock:
+    def _reserve(self, nbytes: int, pool: _Pool, *, small: bool) -> CachedBlock:
         if small:
             nbytes = _SMALL_BLOCK
         elif nbytes < _LARGE:

@@ -1,0 +1,195 @@
+"""What torch's allocator has of a device for a recorded step of FSDP2.
+
+[Note: bytes of the allocator]
+    The allocator has more of the driver than tensors have of it, and what fragments take of that
+    depends on which buffers come and go: FSDP2's own are the largest, and activations use their
+    blocks while they are free. So what a plan may take is not the difference between the tensors of
+    a step with FSDP2's buffers and without, but that between what the allocator needs for them.
+    While a step is recorded it notes what it allocates and frees. That is replayed with
+    `symmplan.device.allocator`, with all of FSDP2's buffers and without those that a plan replaces.
+    Their difference is what such a plan may take, if the program is to have no more than before.
+
+    Which allocations are FSDP2's own is known by their number: the device was looked at before and
+    after FSDP2 alone allocated. What a step leaves behind is there from the beginning on, as it is
+    in later steps.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import define, field
+
+from symmplan.device import Allocation
+from symmplan.device.allocator import CachingAllocator
+from symmplan.model import PUSHES
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+    from symmplan.capture.fsdp_recording import Recording
+    from symmplan.device import HeldBlock
+    from symmplan.model import AlgorithmName
+
+__all__ = ["Reserved"]
+
+
+@define(eq=False)
+class Reserved:
+    """What torch's allocator has for a recorded step. See [Note: bytes of the allocator].
+
+    Args:
+        recording: The step.
+        held: What the allocator had at the first look at its memory.
+        allocations: What it did from then on.
+        unsharded: ``{site: bytes}`` of the unsharded parameters that a plan may place.
+
+    Attributes:
+        complete: Whether the buffer of each collective was found among the allocations. Those that
+            a process group allocates are not there.
+        replaced: By how many bytes the allocator needs less without FSDP2's buffers.
+    """
+
+    _recording: Recording
+    _held: Sequence[HeldBlock]
+    _allocations: Sequence[Allocation]
+    _unsharded: Mapping[str, int]
+    _flat: dict[int, int] = field(factory=dict, init=False)
+    _parameters: dict[int, int] = field(factory=dict, init=False)
+    _gradients: dict[int, list[int]] = field(factory=dict, init=False)
+    _numbers: dict[int, Hashable] = field(factory=dict, init=False)
+    _events: list[tuple[Allocation, bool]] = field(factory=list, init=False)
+    complete: bool = field(default=True, init=False)
+    replaced: int = field(init=False)
+    _without: int = field(init=False)
+    _known: dict[tuple[AlgorithmName, ...], int] = field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        before = {part.block: -1 - i for i, part in enumerate(self._held) if not part.free}
+        self._numbers = {number: block for block, number in before.items()}
+        self._events = _stays_first(self._allocations, before)
+        self._assign()
+        self._find_gradients()
+        calls = len(self._recording.collectives)
+        self._without = self._replayed(["symmetric"] * calls)
+        self.replaced = self._replayed(["ordinary"] * calls) - self._without
+
+    def _assign(self) -> None:
+        for new, begun, filled in self._own():
+            for index in begun:
+                nbytes = self._recording.collectives[index].nbytes
+                number = next((n for n, size in new.items() if size == nbytes), None)
+                if number is None:
+                    self.complete = False
+                else:
+                    self._flat[number] = index
+                    del new[number]
+            for index in filled:
+                site = self._recording.collectives[index].key.site
+                left = self._unsharded.get(site, 0)
+                for number, size in sorted(new.items(), key=lambda item: -item[1]):
+                    if size <= left:
+                        self._parameters[number] = index
+                        left -= size
+
+    def _find_gradients(self) -> None:
+        """By a buffer of gradients, those that FSDP2 frees when it has copied them there."""
+        size = {a.number: a.nbytes for a in self._allocations if a.nbytes}
+        filling: dict[int, int] = {}  # number of a buffer: bytes of gradients that are not freed
+        for change, begins in self._events:
+            number = change.number
+            if begins and number in self._flat:
+                call = self._recording.collectives[self._flat[number]]
+                if call.key.kind == "reduce_scatter":
+                    filling[number] = call.pushed_bytes
+            elif number > 0 and not begins:
+                filling.pop(number, None)
+                for buffer, left in filling.items():
+                    if size[number] <= left:
+                        filling[buffer] -= size[number]
+                        self._gradients.setdefault(buffer, []).append(number)
+                        break
+
+    def _own(self) -> Iterator[tuple[dict[int, int], list[int], list[int]]]:
+        """What FSDP2 alone allocated.
+
+        Yields:
+            ``{number of an allocation: bytes}``, the collectives of which it allocated the buffer
+            meanwhile, and the gathers of which it allocated parameters.
+        """
+        recording = self._recording
+        size = {a.number: a.nbytes for a in self._allocations if a.nbytes}
+        filled: dict[int, list[int]] = {}
+        for index, at in recording.filled.items():
+            filled.setdefault(at, []).append(index)
+        first = done = before = 0
+        for number, look in enumerate(recording.moments):
+            if number == 0:
+                first = before = look.allocations
+            if look.own:
+                new = range(before - first + 1, look.allocations - first + 1)
+                begun = [i for what, i in recording.events[done : look.events] if what == "begin"]
+                found = {n: size[n] for n in new if n in size}
+                yield found, begun, [] if begun else filled.pop(look.events, [])
+            done, before = look.events, look.allocations
+
+    def more(self, algorithms: Sequence[AlgorithmName]) -> int:
+        """How many bytes more the allocator needs with some of FSDP2's buffers than without any.
+
+        Args:
+            algorithms: How each collective of the step runs. What FSDP2 has for those that are not
+                ordinary lies in placements; gradients that are pushed stay until that is over.
+        """
+        key = tuple(algorithms)
+        if key not in self._known:
+            self._known[key] = self._replayed(key)
+        return self._known[key] - self._without
+
+    def _replayed(self, algorithms: Sequence[AlgorithmName]) -> int:
+        allocator = CachingAllocator()
+        used = allocator.hold(self._held)
+        blocks = {number: used[block] for number, block in self._numbers.items()}
+        pushed = {n for n, index in self._flat.items() if algorithms[index] in PUSHES}
+        kept = {gradient for n in pushed for gradient in self._gradients.get(n, ())}
+        for change, begins in self._events:
+            number, nbytes = change.number, change.nbytes
+            if not begins:
+                over = [] if number in kept else [number]
+                if number in pushed:
+                    over += self._gradients.get(number, ())
+                for freed in over:
+                    if freed in blocks:
+                        allocator.drop(blocks.pop(freed))
+                continue
+            if number in self._parameters:
+                ordinary = algorithms[self._parameters[number]] == "ordinary"
+                nbytes = nbytes if ordinary else 0
+            elif number in self._flat:
+                index = self._flat[number]
+                nbytes = nbytes if algorithms[index] == "ordinary" else 0
+            if nbytes:
+                blocks[number] = allocator.take(nbytes, change.stream)
+        return allocator.reserved
+
+
+def _stays_first(
+    allocations: Sequence[Allocation], before: Mapping[Hashable, int]
+) -> list[tuple[Allocation, bool]]:
+    """Each allocation when its block is allocated (True) and freed; first those that stay.
+
+    What was there ``before`` has these numbers.
+    """
+    there = {block: Allocation(number, block, 0, 0) for block, number in before.items()}
+    live: dict[Hashable, Allocation] = {}
+    events: list[tuple[Allocation, bool]] = []
+    for change in allocations:
+        if change.block in live:
+            events.append((live.pop(change.block), False))
+        elif change.block in there:
+            events.append((there.pop(change.block), False))
+        if change.nbytes:
+            live[change.block] = change
+            events.append((change, True))
+    stay = {change.number for change in live.values()}
+    step = [(change, begins) for change, begins in events if change.number not in stay]
+    return [*((change, True) for change in live.values()), *step, *step]

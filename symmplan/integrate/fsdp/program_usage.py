@@ -1,0 +1,160 @@
+"""What a program with FSDP2 has of its device before it is planned."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import evolve
+
+from symmplan.capture.fsdp_memory import needed, needed_more
+from symmplan.capture.fsdp_recording import Look
+from symmplan.capture.fsdp_reserved import Reserved
+from symmplan.coordination.all_gather import all_agree, least
+from symmplan.memory.beyond import expected_beyond
+from symmplan.memory.device_memory import Allocations, device_memory, most_lately
+from symmplan.memory.room import SMALL, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    import torch
+
+    from symmplan.capture.fsdp_recording import Call, Recording
+    from symmplan.model import AlgorithmName, Plan
+
+__all__ = ["ProgramUsage"]
+
+
+class ProgramUsage:
+    """What a program has of its device, as long as nothing is planned.
+
+    Args:
+        timeout: Seconds that ranks wait for each other.
+
+    Attributes:
+        looks: Whether `look` still writes anything down.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.looks = True
+        self._timeout = timeout
+        self._usage: Usage | None = None
+        # The recording by which that is known, and what torch's allocator has for it.
+        self._looked: Recording | None = None
+        self._reserved: Reserved | None = None
+        self._most = self._retries = 0
+        self._allocations = Allocations()
+
+    def look(self, recording: Recording, device: torch.device, *, own: bool = False) -> None:
+        """Write down what the device has now, until the program is planned. Collective: no.
+
+        Args:
+            recording: What is being recorded.
+            device: The device.
+            own: As in `Look`.
+        """
+        if self._usage is not None:
+            return
+        there = device_memory(device)
+        self.looks = there is not None
+        if there is not None:
+            most = most_lately(there, self._most, self)
+            if not recording.moments:
+                most, self._retries = there.allocated, there.retries
+                self._allocations.begin(device)
+            self._most = max(self._most, there.most_allocated)
+            now = len(recording.events), there.allocated, most, own, there.allocations
+            recording.moments.append(Look(*now))
+
+    def had(self, recording: Recording, unsharded: Mapping[str, int], device: torch.device) -> None:
+        """Remember what a program that is not planned yet had of its device. Collective: no.
+
+        Args:
+            recording: Its step.
+            unsharded: ``{site: bytes}`` of the parameters that a plan may place.
+            device: The device.
+        """
+        there = device_memory(device)
+        if there is None or self._usage is not None:
+            return
+        last = recording.moments[-1] if recording.moments else None
+        if last is None or last[:2] != (len(recording.events), there.allocated):
+            self.look(recording, device)
+        self._looked, self.looks = recording, False
+        need, peak, slack = needed(recording, unsharded)
+        most = there.most_reserved + max(0, peak - self._most)
+        self._usage = Usage(need, most, there.retries > self._retries + 1, slack)
+        held, allocations = self._allocations.end()
+        if allocations:
+            reserved = Reserved(recording, held, allocations, unsharded)
+            self._reserved = reserved if reserved.complete else None
+
+    def agreed(self, groups: Mapping[str, Any], others: int) -> Usage | None:
+        """What the program had; None where that is not known.
+
+        Args:
+            groups: ``{name: process group}``.
+            others: Bytes of other segments that were made since.
+
+        Collective: yes, over those groups, where it is known.
+        """
+        usage, looked = self._usage, self._looked
+        if usage is None or looked is None:
+            return usage
+        if not all_agree("history", self._reserved is not None, groups, self._timeout):
+            self._reserved = None
+        looks = [look.events for look in looked.moments]
+        seen = [looked.events, looks, sorted(looked.filled.items())]
+        if not all_agree("looks", repr(seen), groups, self._timeout):
+            usage = evolve(usage, slack=())
+        less = None if self._reserved is None else self._reserved.replaced - others
+        return evolve(usage, most=usage.most - others, less=less)
+
+    def needed_besides(
+        self,
+        plan: Plan,
+        collectives: Sequence[Call],
+        unsharded: Mapping[str, int],
+        algorithms: Mapping[Call, AlgorithmName],
+        memory: str,
+        slack: Sequence[int],
+        groups: Mapping[str, Any],
+    ) -> int:
+        """How many bytes more than at least the program needs besides the segments of a plan.
+
+        Args:
+            plan: The plan.
+            collectives: Those of the step whose memory was looked at, as they are planned.
+            unsharded: ``{site: bytes}`` of the parameters that a plan may place.
+            algorithms: How those run that are placed.
+            memory: Name of the memory backend, whose communicators and windows count; empty if
+                none do.
+            slack: As `needed_more` takes it.
+            groups: ``{name: process group}``.
+
+        Returns:
+            0 where nobody looked. The same on all ranks.
+
+        Collective: yes, over those groups, where torch's allocator noted what it did.
+        """
+        if self._looked is None:
+            return 0
+
+        def algorithm_of(call: Call) -> AlgorithmName:
+            return algorithms.get(call, "ordinary")
+
+        tensors = needed_more(self._looked, collectives, unsharded, algorithm_of, slack)
+        if self._reserved is None:
+            return tensors
+        more = self._reserved.more([*map(algorithm_of, collectives)])
+        if plan.peak_bytes > SMALL:
+            engines = {call.group for call, name in algorithms.items() if name == "copy engine"}
+            more += expected_beyond(memory, [s.groups for s in plan.segments], engines)
+        else:
+            more = max(more, tensors)
+        return -least("bytes besides", [-more], groups, self._timeout)[0]
+
+    def end(self) -> None:
+        """Nobody plans the program. Collective: no."""
+        self._allocations.end()

@@ -1,0 +1,184 @@
+"""What torch's allocator has for a recorded step, with some of FSDP2's buffers elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symmplan.capture.fsdp_recording import Key, Look, Recording
+from symmplan.capture.fsdp_reserved import Reserved
+from symmplan.device import Allocation
+from symmplan.device.allocator import CachingAllocator
+from symmplan.model import PUSHES
+
+MIB = 1 << 20
+
+#: Bytes of a layer's parameters and of activations that its backward needs, in MiB; of others.
+layers = st.lists(
+    st.tuples(
+        st.integers(1, 40), st.integers(0, 30), st.just(300) | st.integers(0, 60).map(MIB.__mul__)
+    ),
+    min_size=1,
+    max_size=5,
+)
+#: Of buffers of gradients beyond these, as where parts are padded.
+PADDING = 1024
+
+
+class _Program:
+    """A program that trains, on an allocator of its own.
+
+    Args:
+        layers: Its layers.
+        algorithms: How each of its collectives runs; others are ordinary.
+        had: Bytes of tensors that are there from the beginning on, of which every other is freed.
+    """
+
+    def __init__(self, layers, algorithms=(), had=()):
+        self.layers, self.algorithms = layers, algorithms
+        self.allocator, self.recording = CachingAllocator(), Recording()
+        self.history, self.made, self.live, self.number = [], 0, {}, 0
+        for index, nbytes in enumerate(had):
+            self.take(("had", index), nbytes)
+        for index in range(0, len(had), 2):
+            self.drop(("had", index))
+        self.held = self.allocator.held({name: block for name, (block, _) in self.live.items()})
+        self.allocator = CachingAllocator()
+        used = self.allocator.hold(self.held)
+        self.live = {name: (used[name], n) for name, (_, n) in self.live.items()}
+        self.history, self.made = [], 0
+
+    def take(self, name, nbytes, stream="main"):
+        if nbytes:
+            self.made += 1
+            self.history.append(Allocation(self.made, name, nbytes, stream))
+            self.live[name] = self.allocator.take(nbytes, stream), nbytes
+
+    def drop(self, name):
+        if name in self.live:
+            self.history.append(Allocation(0, name, 0, ""))
+            self.allocator.drop(self.live.pop(name)[0])
+
+    def look(self, *, own=False):
+        self.recording.moments.append(Look(len(self.recording.events), 0, 0, own, self.made))
+
+    def placed(self):
+        """Whether the collective that begins next is not ordinary, and how it runs."""
+        index = len(self.recording.collectives)
+        name = self.algorithms[index] if index < len(self.algorithms) else "ordinary"
+        return name != "ordinary", name
+
+    def gather(self, layer, nbytes, *, backward):
+        placed, _ = self.placed()
+        self.look()
+        index = self.recording.begin(
+            Key(f"l{layer}", "all_gather", nbytes, "uint8", backward), nbytes
+        )
+        self.take(("flat", index), 0 if placed else nbytes, "gathers")
+        self.look(own=True)
+        self.recording.run(index, "g")
+        self.look()
+        self.take(("parameters", layer), 0 if placed else nbytes)
+        self.recording.filled[index] = len(self.recording.events)
+        self.look(own=True)
+        self.recording.drop(index)
+        self.drop(("flat", index))
+
+    def reduce(self, layer, nbytes):
+        placed, name = self.placed()
+        self.look()
+        index = self.recording.begin(
+            Key(f"l{layer}", "reduce_scatter", nbytes, "uint8", True), nbytes
+        )
+        self.take(("flat", index), 0 if placed else nbytes, "reductions")
+        self.look(own=True)
+        if name not in PUSHES:
+            self.drop(("gradient", layer))
+        self.recording.run(index, "g")
+        self.look()
+        return index
+
+    def step(self):
+        for layer, (weight, saved, moment) in enumerate(self.layers):
+            self.gather(layer, weight * MIB, backward=False)
+            self.take(("saved", layer), saved * MIB)
+            self.take("moment", moment)
+            self.drop("moment")
+            self.drop(("parameters", layer))
+        self.drop(("had", 1))
+        before = None
+        for layer in reversed(range(len(self.layers))):
+            weight, _, moment = self.layers[layer]
+            self.gather(layer, weight * MIB, backward=True)
+            self.take("moment", moment)
+            self.take(("gradient", layer), weight * MIB)
+            self.drop("moment")
+            self.drop(("saved", layer))
+            self.drop(("parameters", layer))
+            index = self.reduce(layer, weight * MIB + PADDING)
+            self.over(before)
+            before = layer, index
+        self.over(before)
+        self.look()
+
+    def over(self, reduction):
+        """A reduction is over, and with it what FSDP2 and a push keep for it."""
+        if reduction is not None:
+            layer, index = reduction
+            self.recording.drop(index)
+            self.drop(("flat", index))
+            self.drop(("gradient", layer))
+
+
+def _reserved(layers, had=()):
+    program = _Program(layers, had=had)
+    program.step()
+    unsharded = {f"l{i}": weight * MIB for i, (weight, _, _) in enumerate(layers)}
+    return Reserved(program.recording, program.held, program.history, unsharded), program
+
+
+@given(layers, st.data(), st.lists(st.integers(1, 30 * MIB), max_size=6))
+def test_a_replay_has_what_the_program_would_have(layers, data, had):
+    """Which is a program whose collectives run so, step by step, on an allocator of its own."""
+    reserved, recorded = _reserved(layers, had)
+    assert reserved.complete
+    calls = recorded.recording.collectives
+    names = {
+        "all_gather": ("ordinary", "symmetric", "copy engine"),
+        "reduce_scatter": ("ordinary", "copy engine", "push", "shared push"),
+    }
+    chosen = [data.draw(st.sampled_from(names[call.key.kind])) for call in calls]
+
+    def has(algorithms):
+        program = _Program(layers, algorithms, had)
+        for _ in range(2):  # the second finds the blocks of the first
+            program.algorithms = algorithms
+            program.recording = Recording()
+            program.step()
+        return program.allocator.reserved
+
+    without, all_ = has(["symmetric"] * len(calls)), has(())
+    assert reserved.replaced == all_ - without
+    assert reserved.more(chosen) == has(chosen) - without
+    assert reserved.more(["ordinary"] * len(calls)) == reserved.replaced
+
+
+def test_what_a_step_leaves_behind_is_there_from_the_beginning_on():
+    """As the state of an optimizer is, which is made at the end of the first step."""
+    program = _Program([(20, 0, 0)])
+    program.step()
+    program.take("state", 20 * MIB)
+    found = Reserved(program.recording, [], program.history, {"l0": 20 * MIB})
+    # In later steps no block is free for it.
+    without = _reserved([(20, 0, 0)])[0]
+    assert found._without == without._without + 20 * MIB
+
+
+@pytest.mark.parametrize("what", ["flat"])
+def test_it_is_known_if_a_buffer_is_not_among_the_allocations(what):
+    """A process group may allocate it."""
+    program = _Program([(20, 10, 0), (10, 5, 5)])
+    program.step()
+    history = [a for a in program.history if a.block[0] != what or a.block[1] != 1]
+    assert not Reserved(program.recording, [], history, {}).complete
