@@ -13,6 +13,7 @@ from pathlib import Path
 import symmplan
 
 HERE = Path(__file__).parent
+TABLES = HERE / "benchmarks.md"
 MIB = 1 << 20
 
 _STYLE = """
@@ -218,8 +219,49 @@ def draw_algorithms() -> None:
     out.write("algorithms.svg")
 
 
+def rooms() -> list[tuple[str, float, float]]:
+    """``(GiB free, ms with FSDP2, ms with symmplan)``, as the table of benchmarks has them."""
+    lines = TABLES.read_text(encoding="utf-8").splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("| GiB free | FSDP2, ms"))
+    found = []
+    for line in lines[at + 2 :]:
+        if not line.startswith("|"):
+            break
+        room, plain, _, planned, *_ = (cell.strip() for cell in line.strip("|").split("|"))
+        found.append((room, float(plain), float(planned)))
+    return found
+
+
+def draw_rooms() -> None:
+    """Steps on a device of which a ballast leaves less and less."""
+    found = rooms()
+    most = 50 * -(-max(max(row[1:]) for row in found) // 50)
+    out = Drawing(760, 330, "Milliseconds of a step by what is free of the device")
+    left, right, top, bottom = 60, 730, 50, 280
+
+    def place(index: int, ms: float) -> tuple[float, float]:
+        x = left + 30 + index * (right - left - 60) / (len(found) - 1)
+        return x, bottom - ms / most * (bottom - top)
+
+    out.text(left, 28, "ms of a step, by GiB that are free when training begins", "head")
+    for ms in range(0, int(most) + 1, 50):
+        _, y = place(0, ms)
+        out.line((left, y), (right, y), kind="grid")
+        out.text(left - 8, y + 4, str(ms), "small", "end")
+    for column, kind, name in ((1, "bound", "FSDP2"), (2, "line", "symmplan")):
+        points = [place(index, float(row[column])) for index, row in enumerate(found)]
+        out.line(*points, kind=kind)
+        x, y = points[-1]
+        out.text(x, y + (-8 if column == 1 else 18), name, "small", "mid")
+    for index, (room, *_) in enumerate(found):
+        x, _ = place(index, 0)
+        out.text(x, bottom + 20, room, "small", "mid")
+    out.write("rooms.svg")
+
+
 def main() -> None:
     """Draw them all."""
+    draw_rooms()
     draw_plan()
     draw_ranks()
     draw_stage_and_bind()
