@@ -121,8 +121,8 @@ class Process:
     #: that tensors keep: written by `Arena`, read by `symmplan.segments`.
     left: list[tuple[Any, int, Any]] = field(factory=list)
     #: How many ask torch's allocator for the history that it keeps for symmplan: written by
-    #: `symmplan.device`, read there. A child's allocator keeps it, too.
-    histories: int = field(default=0, metadata=_INHERITED)
+    #: `symmplan.device`, read there.
+    histories: int = 0
     #: Whether ``memory="auto"`` is CUDA's memory on devices; else that is open, or the choice of
     #: torch's allocator: written and read by `resolve_backend`.
     cuda_memory: bool = False

@@ -15,7 +15,7 @@ from doubles.network import BYTES, RESTRICTED, WINDOW
 from ranks import pool_of
 
 import symmplan
-from symmplan.memory.room import SMALL, Room
+from symmplan.memory.room import Room
 from symmplan.process import PROCESS
 from symmplan.runtime.choice import NO_ROOM
 
@@ -263,19 +263,27 @@ def test_where_the_allocator_retries_a_plan_takes_as_few_bytes_as_it_can(two, re
 
 
 def _replayed(rank, world, choose, without):
-    """A model whose plan is not small: whether its history counted, and what it takes then."""
+    """A model whose plan does not count as small: what its history allows, and what it takes."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
+    from symmplan.integrate.fsdp import program_usage
+    from symmplan.memory import room
+
     if rank == without:
         state().device.history = _Nothing()
-    model = torch.nn.Sequential(*(torch.nn.Linear(4608, 4608, bias=False) for _ in range(3)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(1792, 1792, bias=False) for _ in range(3)))
     for module in (*model, model):
         fully_shard(module, mesh=dist.init_device_mesh("cpu", (world,)))
-    handle = symmplan.fsdp.apply(model, choose=choose, timeout=30.0)
-    for step in range(2):
-        model(torch.full((512, 4608), float(rank + step))).square().mean().backward()
-        model.zero_grad()
+    with (
+        mock.patch.object(room, "SMALL", 0),
+        mock.patch.object(program_usage, "SMALL", 0),
+        mock.patch.object(program_usage, "expected_beyond", return_value=0),
+    ):
+        handle = symmplan.fsdp.apply(model, choose=choose, timeout=30.0)
+        for step in range(2):
+            model(torch.full((64, 1792), float(rank + step))).square().mean().backward()
+            model.zero_grad()
     usage = handle._runtime.memory.program.agreed(handle._runtime.memory.groups, 0)
     found = usage.less, handle.stats.segment_bytes
     handle.remove()
@@ -295,12 +303,10 @@ class _Nothing(list):
 def test_a_plan_takes_no_more_than_the_history_of_the_allocator_allows(two, choose):
     """All ranks go by it, or none of them does."""
     run = functools.partial(on_devices, had=0, counted=True)
-    (less, taken), same = two.run(run, _replayed, choose, None)
-    assert (less, taken) == same
+    (less, taken), (others, same) = two.run(run, _replayed, choose, None)
+    assert taken == same <= min(less, others)
     (unknown, more), same = two.run(run, _replayed, choose, 1)
     assert (unknown, more) == same
     assert unknown is None
-    assert more > SMALL
-    assert taken <= less
     # Pushes have slots, and keep gradients until they are over.
-    assert taken == more if choose == "symmetric" else less < more
+    assert taken == more if choose == "symmetric" else taken < more

@@ -110,7 +110,7 @@ def _arena(rank, k, memory="shm"):
     arena.segments["segment0"].barrier()
 
 
-KINDS = {f.__name__[1:]: f for f in (_compiled, _default, _experts, _fsdp, _session, _arena)}
+KINDS = {f.__name__[1:]: f for f in (_fsdp, _session, _experts, _arena, _compiled, _default)}
 
 
 def _again_and_again(rank, world, kind):
@@ -260,9 +260,9 @@ def _kept_function(rank, world):
 
 
 @pytest.mark.ranks
-def test_who_holds_the_bytes_of_a_dropped_backend_is_said(two):
+def test_who_holds_the_bytes_of_a_dropped_backend_is_said():
     text = f"compiled functions of other backends hold {8 * COUNT:,} bytes until"
-    for right, listed, held, more in two.run(_kept_function):
+    for right, listed, held, more in run_ranks(_kept_function, 2):
         assert right
         assert listed
         assert len(held) == 1
