@@ -34,7 +34,10 @@ Choose: TypeAlias = "_Word | os.PathLike[str]"
 #: Why a collective is ordinary that would be faster in symmetric memory, where there is a budget.
 DEMOTED = "it was demoted by the budget of symmetric bytes"
 #: Why, where there is none.
-NO_ROOM = "there was no room for it: the device, or /dev/shm on the CPU, is nearly full"
+NO_ROOM = (
+    "there was no room for it: the device, or /dev/shm on the CPU, is nearly full, or the device "
+    "would be fuller than without symmplan; capacity= sets another limit"
+)
 
 #: Algorithms whose times are in this ratio are about as fast.
 ALIKE = 0.97
