@@ -169,6 +169,7 @@ def test_no_bytes_of_a_device_grow(few_recorded, kind, memory):
 
 
 @pytest.mark.ranks
+@pytest.mark.further
 def test_a_release_gives_back_what_is_recorded_yet(two):
     for found in two.run(on_devices, _taken, "released", "nccl"):
         assert found[-1] == found[1], found

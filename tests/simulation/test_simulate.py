@@ -73,8 +73,8 @@ def check(pools, config):
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
+        *((kind, 2) for kind in ("fsdp", "experts", "eager", "compiled", "tp")),
         ("fsdp", 4),
-        *((kind, 2) for kind in ("experts", "eager", "compiled", "tp")),
         pytest.param("interleaved", 4, marks=pytest.mark.slow),
     ],
 )
