@@ -186,6 +186,7 @@ def test_nothing_grows(two, kind):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.further
 def test_nothing_grows_over_new_process_groups(kind):
     for found in run_ranks(_in_new_groups, 2, kind, [_port() for _ in range(TIMES)]):
         assert len({*found[2:]}) == 1, found

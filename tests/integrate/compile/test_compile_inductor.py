@@ -365,6 +365,7 @@ def _inference(rank, size, option, bind):
 
 @pytest.mark.parametrize("bind", [False, True], ids=["copied", "pinned"])
 @pytest.mark.parametrize("option", _INFERENCE)
+@pytest.mark.further
 def test_inference_with_other_options_of_inductor(pair, option, bind):
     first, second = pair.run(_inference, option, bind)
     assert first == second > 0

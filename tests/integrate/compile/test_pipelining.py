@@ -54,6 +54,7 @@ def _train(rank, world, dim, inner, choose, **more):
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 @pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.further
 def test_blocks_in_parts_compute_what_they_compute(ranks, dim, inner):
     first, *others = ranks.run(_train, dim, inner, "pipelined")
     assert all(other == first for other in others)
