@@ -10,8 +10,9 @@
     Their difference is what such a plan may take, if the program is to have no more than before.
 
     Which allocations are FSDP2's own is known by their number: the device was looked at before and
-    after FSDP2 alone allocated. What a step leaves behind is there from the beginning on, as it is
-    in later steps.
+    after FSDP2 alone allocated. A second step follows that finds the blocks of the first, and what
+    that leaves behind, such as the state of an optimizer. From one step to the next fragments may
+    differ, so a device may have some more than is foreseen.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Reserved:
     def __attrs_post_init__(self) -> None:
         before = {part.block: -1 - i for i, part in enumerate(self._held) if not part.free}
         self._numbers = {number: block for block, number in before.items()}
-        self._events = _stays_first(self._allocations, before)
+        self._events = _two_steps(self._allocations, before)
         self._assign()
         self._find_gradients()
         calls = len(self._recording.collectives)
@@ -172,12 +173,13 @@ class Reserved:
         return allocator.reserved
 
 
-def _stays_first(
+def _two_steps(
     allocations: Sequence[Allocation], before: Mapping[Hashable, int]
 ) -> list[tuple[Allocation, bool]]:
-    """Each allocation when its block is allocated (True) and freed; first those that stay.
+    """Each allocation when its block is allocated (True) and freed, in two steps.
 
-    What was there ``before`` has these numbers.
+    The second makes nothing that the first leaves behind. What was there ``before`` has these
+    numbers.
     """
     there = {block: Allocation(number, block, 0, 0) for block, number in before.items()}
     live: dict[Hashable, Allocation] = {}
@@ -192,4 +194,4 @@ def _stays_first(
             events.append((change, True))
     stay = {change.number for change in live.values()}
     step = [(change, begins) for change, begins in events if change.number not in stay]
-    return [*((change, True) for change in live.values()), *step, *step]
+    return [*events, *step]

@@ -164,13 +164,13 @@ def test_a_replay_has_what_the_program_would_have(layers, data, had):
     assert reserved.more(["ordinary"] * len(calls)) == reserved.replaced
 
 
-def test_what_a_step_leaves_behind_is_there_from_the_beginning_on():
+def test_what_a_step_leaves_behind_is_there_in_the_next_one():
     """As the state of an optimizer is, which is made at the end of the first step."""
     program = _Program([(20, 0, 0)])
     program.step()
     program.take("state", 20 * MIB)
     found = Reserved(program.recording, [], program.history, {"l0": 20 * MIB})
-    # In later steps no block is free for it.
+    # It has taken the block of a gradient, for which there is none in the second step.
     without = _reserved([(20, 0, 0)])[0]
     assert found._without == without._without + 20 * MIB
 
