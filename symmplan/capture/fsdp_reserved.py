@@ -68,18 +68,21 @@ class Reserved:
     def __attrs_post_init__(self) -> None:
         before = {part.block: -1 - i for i, part in enumerate(self._held) if not part.free}
         self._numbers = {number: block for block, number in before.items()}
-        self._events = _two_steps(self._allocations, before)
-        self._assign()
-        self._find_gradients()
+        first, second = _two_steps(self._allocations, before)
+        self._events = [*first, *second]
+        size = {change.number: change.nbytes for change in self._allocations if change.nbytes}
+        self._assign(size)
+        self._find_gradients(first, size)
         calls = len(self._recording.collectives)
         self._without = self._replayed(["symmetric"] * calls)
         self.replaced = self._replayed(["ordinary"] * calls) - self._without
 
-    def _assign(self) -> None:
-        for new, begun, filled in self._own():
+    def _assign(self, size: Mapping[int, int]) -> None:
+        """By their numbers, which allocations are buffers and parameters of which collective."""
+        for new, begun, filled in self._own(size):
             for index in begun:
                 nbytes = self._recording.collectives[index].nbytes
-                number = next((n for n, size in new.items() if size == nbytes), None)
+                number = next((n for n, there in new.items() if there == nbytes), None)
                 if number is None:
                     self.complete = False
                 else:
@@ -88,16 +91,17 @@ class Reserved:
             for index in filled:
                 site = self._recording.collectives[index].key.site
                 left = self._unsharded.get(site, 0)
-                for number, size in sorted(new.items(), key=lambda item: -item[1]):
-                    if size <= left:
+                for number, nbytes in sorted(new.items(), key=lambda item: -item[1]):
+                    if nbytes <= left:
                         self._parameters[number] = index
-                        left -= size
+                        left -= nbytes
 
-    def _find_gradients(self) -> None:
+    def _find_gradients(
+        self, events: Sequence[tuple[Allocation, bool]], size: Mapping[int, int]
+    ) -> None:
         """By a buffer of gradients, those that FSDP2 frees when it has copied them there."""
-        size = {a.number: a.nbytes for a in self._allocations if a.nbytes}
         filling: dict[int, int] = {}  # number of a buffer: bytes of gradients that are not freed
-        for change, begins in self._events:
+        for change, begins in events:
             number = change.number
             if begins and number in self._flat:
                 call = self._recording.collectives[self._flat[number]]
@@ -111,7 +115,9 @@ class Reserved:
                         self._gradients.setdefault(buffer, []).append(number)
                         break
 
-    def _own(self) -> Iterator[tuple[dict[int, int], list[int], list[int]]]:
+    def _own(
+        self, size: Mapping[int, int]
+    ) -> Iterator[tuple[dict[int, int], list[int], list[int]]]:
         """What FSDP2 alone allocated.
 
         Yields:
@@ -119,7 +125,6 @@ class Reserved:
             meanwhile, and the gathers of which it allocated parameters.
         """
         recording = self._recording
-        size = {a.number: a.nbytes for a in self._allocations if a.nbytes}
         filled: dict[int, list[int]] = {}
         for index, at in recording.filled.items():
             filled.setdefault(at, []).append(index)
@@ -175,7 +180,7 @@ class Reserved:
 
 def _two_steps(
     allocations: Sequence[Allocation], before: Mapping[Hashable, int]
-) -> list[tuple[Allocation, bool]]:
+) -> tuple[list[tuple[Allocation, bool]], list[tuple[Allocation, bool]]]:
     """Each allocation when its block is allocated (True) and freed, in two steps.
 
     The second makes nothing that the first leaves behind. What was there ``before`` has these
@@ -194,4 +199,4 @@ def _two_steps(
             events.append((change, True))
     stay = {change.number for change in live.values()}
     step = [(change, begins) for change, begins in events if change.number not in stay]
-    return [*events, *step]
+    return events, step

@@ -63,36 +63,28 @@ class _Program:
     def look(self, *, own=False):
         self.recording.moments.append(Look(len(self.recording.events), 0, 0, own, self.made))
 
-    def placed(self):
-        """Whether the collective that begins next is not ordinary, and how it runs."""
+    def begin(self, kind, layer, nbytes, stream, *, backward):
+        """A collective's index, its algorithm, and its buffer where it is ordinary."""
         index = len(self.recording.collectives)
         name = self.algorithms[index] if index < len(self.algorithms) else "ordinary"
-        return name != "ordinary", name
+        self.look()
+        self.recording.begin(Key(f"l{layer}", kind, nbytes, "uint8", backward), nbytes)
+        self.take(("flat", index), nbytes if name == "ordinary" else 0, stream)
+        self.look(own=True)
+        return index, name
 
     def gather(self, layer, nbytes, *, backward):
-        placed, _ = self.placed()
-        self.look()
-        index = self.recording.begin(
-            Key(f"l{layer}", "all_gather", nbytes, "uint8", backward), nbytes
-        )
-        self.take(("flat", index), 0 if placed else nbytes, "gathers")
-        self.look(own=True)
+        index, name = self.begin("all_gather", layer, nbytes, "gathers", backward=backward)
         self.recording.run(index, "g")
         self.look()
-        self.take(("parameters", layer), 0 if placed else nbytes)
+        self.take(("parameters", layer), nbytes if name == "ordinary" else 0)
         self.recording.filled[index] = len(self.recording.events)
         self.look(own=True)
         self.recording.drop(index)
         self.drop(("flat", index))
 
     def reduce(self, layer, nbytes):
-        placed, name = self.placed()
-        self.look()
-        index = self.recording.begin(
-            Key(f"l{layer}", "reduce_scatter", nbytes, "uint8", True), nbytes
-        )
-        self.take(("flat", index), 0 if placed else nbytes, "reductions")
-        self.look(own=True)
+        index, name = self.begin("reduce_scatter", layer, nbytes, "reductions", backward=True)
         if name not in PUSHES:
             self.drop(("gradient", layer))
         self.recording.run(index, "g")

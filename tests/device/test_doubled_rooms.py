@@ -267,7 +267,7 @@ def _replayed(rank, world, choose, without):
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    from symmplan.integrate.fsdp import program_usage
+    from symmplan.integrate.fsdp import planning, program_usage
     from symmplan.memory import room
 
     if rank == without:
@@ -278,7 +278,7 @@ def _replayed(rank, world, choose, without):
     with (
         mock.patch.object(room, "SMALL", 0),
         mock.patch.object(program_usage, "SMALL", 0),
-        mock.patch.object(program_usage, "expected_beyond", return_value=0),
+        mock.patch.object(planning, "expected_beyond", return_value=0),
     ):
         handle = symmplan.fsdp.apply(model, choose=choose, timeout=30.0)
         for step in range(2):

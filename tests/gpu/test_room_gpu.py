@@ -162,12 +162,12 @@ def replayed(rank, world, steps=3):
 
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    models = [shard(Net(BLOCKS, dim=DIM).cuda().bfloat16(), mesh=mesh(world, device="cuda"))]
-    handle = symmplan.fsdp.apply(models[0], timeout=60.0)
+    model = shard(Net(BLOCKS, dim=DIM).cuda().bfloat16(), mesh=mesh(world, device="cuda"))
+    handle = symmplan.fsdp.apply(model, timeout=60.0)
     for step in range(steps):
         rows = batch(step, rank, dim=DIM, device="cuda").bfloat16()
-        models[0](rows.repeat(-(-ROWS // len(rows)), 1)).float().pow(2).mean().backward()
-        for parameter in models[0].parameters():
+        model(rows.repeat(-(-ROWS // len(rows)), 1)).float().pow(2).mean().backward()
+        for parameter in model.parameters():
             parameter.grad = None
         if step == 0:
             had = torch.cuda.max_memory_reserved()

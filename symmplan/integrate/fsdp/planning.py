@@ -19,6 +19,7 @@ from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
 from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.integrate.fsdp.step_plans import StepPlan, StepProblem
+from symmplan.memory.beyond import expected_beyond
 from symmplan.memory.device_memory import device_memory
 from symmplan.memory.room import LEFT
 from symmplan.memory.topology import served
@@ -274,9 +275,7 @@ class Planning:
         preparation, recordings = memory.preparation, problem.recordings
 
         def finished(made: StepPlan) -> StepPlan:
-            placed = [p for stretch in made.stretches for p in stretch if p.buffer is not None]
-            by_engines = {p.call.group for p in placed if p.algorithm.name == "copy engine"}
-            held = memory.prepare(made.plan, by_engines)
+            held = memory.prepare(made.plan, made.by_engines)
             return evolve(problem.advised(made, _demotables(made, chosen)), held=held)
 
         room = None
@@ -298,10 +297,10 @@ class Planning:
         Communicators and windows count, unless a plan leaves nothing out only if they do not.
         """
         counted = self._fitting(room, problem, chosen, communicators=True)
-        if not _leaves_out(counted):
+        if not counted.leaves_out:
             return counted
         other = self._fitting(room, problem, chosen, communicators=False)
-        return counted if _leaves_out(other) else other
+        return counted if other.leaves_out else other
 
     def _fitting(
         self, room: int | None, problem: StepProblem, chosen: Chosen[Call], *, communicators: bool
@@ -351,10 +350,13 @@ class Planning:
         """
         if self._options.capacity is not None:
             return made.plan.peak_bytes
+        plan, preparation, beyond = made.plan, self._memory.preparation, 0
+        if communicators:
+            groups = [segment.groups for segment in plan.segments]
+            beyond = expected_beyond(preparation.memory, groups, made.by_engines)
         placed = {p.call: p.algorithm.name for p in made.stretches[0] if p.buffer is not None}
-        backend, of = self._memory.preparation, (made.plan, first, self._unsharded, placed)
-        given = backend.memory if communicators else "", backend.slack, self._memory.groups
-        return made.plan.peak_bytes + self._memory.program.needed_besides(*of, *given)
+        given = plan.peak_bytes, beyond, first, self._unsharded, placed, preparation.slack
+        return plan.peak_bytes + self._memory.program.needed_besides(*given, self._memory.groups)
 
     @property
     def _unsharded(self) -> dict[str, int]:
@@ -422,12 +424,6 @@ class Planning:
         Collective: yes, over all groups.
         """
         return self._agree(), self._choose([recording])[0].choices
-
-
-def _leaves_out(made: StepPlan) -> bool:
-    """Whether something is ordinary because there is no room for it."""
-    budget = made.plan.budget
-    return budget is not None and any(d.after == "ordinary" for d in budget.demotions)
 
 
 def _demotables(made: StepPlan, chosen: Chosen[Call]) -> list[Demotable]:

@@ -10,7 +10,6 @@ from symmplan.capture.fsdp_memory import needed, needed_more
 from symmplan.capture.fsdp_recording import Look
 from symmplan.capture.fsdp_reserved import Reserved
 from symmplan.coordination.all_gather import all_agree, least
-from symmplan.memory.beyond import expected_beyond
 from symmplan.memory.device_memory import Allocations, device_memory, most_lately
 from symmplan.memory.room import SMALL, Usage
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from symmplan.capture.fsdp_recording import Call, Recording
-    from symmplan.model import AlgorithmName, Plan
+    from symmplan.model import AlgorithmName
 
 __all__ = ["ProgramUsage"]
 
@@ -113,23 +112,22 @@ class ProgramUsage:
 
     def needed_besides(
         self,
-        plan: Plan,
+        nbytes: int,
+        beyond: int,
         collectives: Sequence[Call],
         unsharded: Mapping[str, int],
         algorithms: Mapping[Call, AlgorithmName],
-        memory: str,
         slack: Sequence[int],
         groups: Mapping[str, Any],
     ) -> int:
         """How many bytes more than at least the program needs besides the segments of a plan.
 
         Args:
-            plan: The plan.
+            nbytes: Bytes of the plan.
+            beyond: Bytes of its communicators and windows, if they count.
             collectives: Those of the step whose memory was looked at, as they are planned.
             unsharded: ``{site: bytes}`` of the parameters that a plan may place.
             algorithms: How those run that are placed.
-            memory: Name of the memory backend, whose communicators and windows count; empty if
-                none do.
             slack: As `needed_more` takes it.
             groups: ``{name: process group}``.
 
@@ -148,11 +146,7 @@ class ProgramUsage:
         if self._reserved is None:
             return tensors
         more = self._reserved.more([*map(algorithm_of, collectives)])
-        if plan.peak_bytes > SMALL:
-            engines = {call.group for call, name in algorithms.items() if name == "copy engine"}
-            more += expected_beyond(memory, [s.groups for s in plan.segments], engines)
-        else:
-            more = max(more, tensors)
+        more = max(more, tensors) if nbytes <= SMALL else more + beyond
         return -least("bytes besides", [-more], groups, self._timeout)[0]
 
     def end(self) -> None:

@@ -48,6 +48,18 @@ class StepPlan:
     demoted: Demoted = field(factory=dict)
     held: tuple[Arena, int] | None = None
 
+    @property
+    def by_engines(self) -> frozenset[str]:
+        """Names of the groups of which copy engines run some collective."""
+        placed = (p for stretch in self.stretches for p in stretch if p.buffer is not None)
+        return frozenset(p.call.group for p in placed if p.algorithm.name == "copy engine")
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether something is ordinary because there is no room for it."""
+        budget = self.plan.budget
+        return budget is not None and any(d.after == "ordinary" for d in budget.demotions)
+
 
 @frozen(eq=False, kw_only=True)
 class StepProblem:

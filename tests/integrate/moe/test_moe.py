@@ -179,7 +179,6 @@ def _faults(rank, world_size):
     return texts
 
 
-@pytest.mark.further
 def test_what_one_rank_does_wrong_fails_on_all(pool):
     for rank, texts in enumerate(pool.run(_faults)):
         assert texts[:3] == [(1,)] * 3
