@@ -13,10 +13,15 @@
     after FSDP2 alone allocated. A second step follows that finds the blocks of the first, and what
     that leaves behind, such as the state of an optimizer. From one step to the next fragments may
     differ, so a device may have some more than is foreseen.
+
+    On a device that is nearly full the allocator gives back its cache to go on, whatever the
+    program does. There a replay in as many bytes as there are says whether later steps fit, and how
+    often the allocator retries.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from attrs import define, field
@@ -30,9 +35,13 @@ if TYPE_CHECKING:
 
     from symmplan.capture.fsdp_recording import Recording
     from symmplan.device import HeldBlock
+    from symmplan.device.allocator import CachedBlock
     from symmplan.model import AlgorithmName
 
 __all__ = ["Reserved"]
+
+#: How many steps after the first are replayed in so many bytes: fragments differ from step to step.
+_STEPS = 3
 
 
 @define(eq=False)
@@ -59,7 +68,8 @@ class Reserved:
     _parameters: dict[int, int] = field(factory=dict, init=False)
     _gradients: dict[int, list[int]] = field(factory=dict, init=False)
     _numbers: dict[int, Hashable] = field(factory=dict, init=False)
-    _events: list[tuple[Allocation, bool]] = field(factory=list, init=False)
+    _first: list[tuple[Allocation, bool]] = field(factory=list, init=False)
+    _second: list[tuple[Allocation, bool]] = field(factory=list, init=False)
     complete: bool = field(default=True, init=False)
     replaced: int = field(init=False)
     _without: int = field(init=False)
@@ -68,11 +78,10 @@ class Reserved:
     def __attrs_post_init__(self) -> None:
         before = {part.block: -1 - i for i, part in enumerate(self._held) if not part.free}
         self._numbers = {number: block for block, number in before.items()}
-        first, second = _two_steps(self._allocations, before)
-        self._events = [*first, *second]
+        self._first, self._second = _two_steps(self._allocations, before)
         size = {change.number: change.nbytes for change in self._allocations if change.nbytes}
         self._assign(size)
-        self._find_gradients(first, size)
+        self._find_gradients(self._first, size)
         calls = len(self._recording.collectives)
         self._without = self._replayed(["symmetric"] * calls)
         self.replaced = self._replayed(["ordinary"] * calls) - self._without
@@ -151,13 +160,49 @@ class Reserved:
             self._known[key] = self._replayed(key)
         return self._known[key] - self._without
 
+    def retries(self, algorithms: Sequence[AlgorithmName], limit: int) -> float:
+        """How often the allocator gives back its cache to go on, in some steps after the first.
+
+        Args:
+            algorithms: As for `more`; in the first step all are ordinary.
+            limit: Bytes that the driver has for it.
+
+        Returns:
+            Infinity if the steps do not fit.
+        """
+        allocator = CachingAllocator(limit)
+        try:
+            blocks = self._begun(allocator)
+            self._replay(allocator, blocks, self._first, ["ordinary"] * len(algorithms))
+            before = allocator.retries
+            for _ in range(_STEPS):
+                self._replay(allocator, blocks, self._second, algorithms)
+        except MemoryError:
+            return math.inf
+        return allocator.retries - before
+
     def _replayed(self, algorithms: Sequence[AlgorithmName]) -> int:
         allocator = CachingAllocator()
+        blocks = self._begun(allocator)
+        self._replay(allocator, blocks, self._first, algorithms)
+        self._replay(allocator, blocks, self._second, algorithms)
+        return allocator.reserved
+
+    def _begun(self, allocator: CachingAllocator) -> dict[int, CachedBlock]:
+        """``{number: block}`` of what the step finds."""
         used = allocator.hold(self._held)
-        blocks = {number: used[block] for number, block in self._numbers.items()}
+        return {number: used[block] for number, block in self._numbers.items()}
+
+    def _replay(
+        self,
+        allocator: CachingAllocator,
+        blocks: dict[int, CachedBlock],
+        events: Sequence[tuple[Allocation, bool]],
+        algorithms: Sequence[AlgorithmName],
+    ) -> None:
         pushed = {n for n, index in self._flat.items() if algorithms[index] in PUSHES}
         kept = {gradient for n in pushed for gradient in self._gradients.get(n, ())}
-        for change, begins in self._events:
+        for change, begins in events:
             number, nbytes = change.number, change.nbytes
             if not begins:
                 over = [] if number in kept else [number]
@@ -175,7 +220,6 @@ class Reserved:
                 nbytes = nbytes if algorithms[index] == "ordinary" else 0
             if nbytes:
                 blocks[number] = allocator.take(nbytes, change.stream)
-        return allocator.reserved
 
 
 def _two_steps(

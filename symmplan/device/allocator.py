@@ -5,11 +5,12 @@
     sizes, keeps the free blocks of each stream apart, splits blocks, and merges a free one with its
     free neighbours in the block of the driver alone. This follows torch's
     ``CUDACachingAllocator.cpp`` with its default settings, where nothing is given back to the
-    driver before it runs out.
+    driver before it runs out. Then all that is free as a whole is, and the allocator tries again.
 """
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, insort
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias, cast
@@ -69,15 +70,23 @@ class CachingAllocator:
     """Torch's allocator. See [Note: the caching allocator].
 
     Attributes:
+        limit: Bytes that the driver has for it.
         reserved: Bytes that it has of the driver.
+        retries: How often it has given back its cache to go on.
     """
 
+    limit: int = sys.maxsize
     reserved: int = 0
+    retries: int = 0
     _next: int = 0
     _pools: dict[tuple[Hashable, bool], _Pool] = field(factory=dict)
 
     def take(self, nbytes: int, stream: Hashable) -> CachedBlock:
-        """A block of at least so many bytes, for a tensor that is made on a stream."""
+        """A block of at least so many bytes, for a tensor that is made on a stream.
+
+        Raises:
+            MemoryError: The driver has too few, even if nothing is cached.
+        """
         nbytes = max(_ROUND, -(-nbytes // _ROUND) * _ROUND)
         small = nbytes <= _SMALL
         pool = self._pools.setdefault((stream, small), [])
@@ -170,6 +179,11 @@ class CachingAllocator:
             nbytes = _LARGE_BLOCK
         else:
             nbytes = -(-nbytes // _ROUND_LARGE) * _ROUND_LARGE
+        if self.reserved + nbytes > self.limit:
+            self.empty()
+            self.retries += 1
+            if self.reserved + nbytes > self.limit:
+                raise MemoryError(nbytes)
         made = CachedBlock(self._next, nbytes, pool)
         self._next += nbytes
         self.reserved += nbytes

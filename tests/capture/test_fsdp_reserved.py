@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,17 +132,21 @@ def _reserved(layers, had=()):
     return Reserved(program.recording, program.held, program.history, unsharded), program
 
 
+def _chosen(data, calls):
+    names = {
+        "all_gather": ("ordinary", "symmetric", "copy engine"),
+        "reduce_scatter": ("ordinary", "copy engine", "push", "shared push"),
+    }
+    return [data.draw(st.sampled_from(names[call.key.kind])) for call in calls]
+
+
 @given(layers, st.data(), st.lists(st.integers(1, 30 * MIB), max_size=6))
 def test_a_replay_has_what_the_program_would_have(layers, data, had):
     """Which is a program whose collectives run so, step by step, on an allocator of its own."""
     reserved, recorded = _reserved(layers, had)
     assert reserved.complete
     calls = recorded.recording.collectives
-    names = {
-        "all_gather": ("ordinary", "symmetric", "copy engine"),
-        "reduce_scatter": ("ordinary", "copy engine", "push", "shared push"),
-    }
-    chosen = [data.draw(st.sampled_from(names[call.key.kind])) for call in calls]
+    chosen = _chosen(data, calls)
 
     def has(algorithms):
         program = _Program(layers, algorithms, had)
@@ -154,6 +160,28 @@ def test_a_replay_has_what_the_program_would_have(layers, data, had):
     assert reserved.replaced == all_ - without
     assert reserved.more(chosen) == has(chosen) - without
     assert reserved.more(["ordinary"] * len(calls)) == reserved.replaced
+
+
+@given(layers, st.data(), st.lists(st.integers(1, 30 * MIB), max_size=6), st.integers(0, 600))
+def test_a_replay_retries_as_often_as_the_program_would(layers, data, had, limit):
+    """In its first step all is ordinary, and then its collectives run so."""
+    reserved, recorded = _reserved(layers, had)
+    chosen, limit = _chosen(data, recorded.recording.collectives), limit * MIB
+
+    def retries():
+        program = _Program(layers, (), had)
+        program.allocator.limit = limit
+        for algorithms in ((), chosen, chosen, chosen):
+            program.algorithms, program.recording = algorithms, Recording()
+            program.step()
+            if not algorithms:
+                before = program.allocator.retries
+        return program.allocator.retries - before
+
+    try:
+        assert reserved.retries(chosen, limit) == retries()
+    except MemoryError:
+        assert reserved.retries(chosen, limit) == math.inf
 
 
 def test_what_a_step_leaves_behind_is_there_in_the_next_one():

@@ -57,6 +57,21 @@ def test_what_is_dropped_can_be_given_back(program):
     assert allocator.reserved == 0
 
 
+@given(acts, st.integers(0, 256 * MIB))
+def test_it_never_has_more_than_the_driver_has_for_it(program, limit):
+    """It gives back its cache only where it would need more, and goes on like any other."""
+    free = CachingAllocator()
+    for _ in run(free, program):
+        pass
+    allocator = CachingAllocator(limit)
+    try:
+        for live in run(allocator, program):
+            assert sum(block.nbytes for block, _, _ in live) <= allocator.reserved <= limit
+    except MemoryError:
+        assert allocator.retries > 0
+    assert (free.reserved <= limit) == (allocator.retries == 0)
+
+
 @given(acts, sizes, st.integers(0, 1))
 def test_the_same_again_needs_nothing_of_the_driver(program, nbytes, stream):
     allocator = CachingAllocator()

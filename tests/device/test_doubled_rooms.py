@@ -6,6 +6,7 @@ Doubles of the device and of NCCL count bytes; see `doubles`.
 from __future__ import annotations
 
 import functools
+import math
 from unittest import mock
 
 import pytest
@@ -236,6 +237,35 @@ def test_on_a_full_device_a_plan_is_whole_or_there_is_none(two):
         assert stats.segment_bytes > whole
 
 
+def _replays(rank, world, planned, plain, room):
+    """`_limited`, where replays of one rank's allocator say how often it retries."""
+    from symmplan.capture.fsdp_reserved import Reserved
+
+    def retries(_, algorithms, limit):
+        if rank == 0:
+            return 0
+        return plain if {*algorithms} == {"ordinary"} else planned
+
+    with mock.patch.object(Reserved, "retries", retries):
+        return _limited(rank, world, room)
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+@pytest.mark.parametrize(
+    ("planned", "plain", "fits"),
+    [(3, 3, True), (4, 3, False), (math.inf, math.inf, False), (2, math.inf, True)],
+)
+def test_on_a_full_device_replays_of_the_allocator_say_whether_a_plan_fits(
+    two, planned, plain, fits
+):
+    """That they have room for fragments or not is no matter then."""
+    whole = 2 * 4 * MiB
+    run = functools.partial(on_devices, had=0, counted=True)
+    for stats in two.run(run, _replays, planned, plain, Room(whole - 1, whole=whole - 1)):
+        assert (stats.served, stats.segment_bytes) == ((2 * 3 * 3, whole) if fits else (0, 0))
+
+
 def _retrying(rank, world, retries):
     """A model in whose first step torch's allocator retries so often, on one rank."""
     before, first = torch.nn.Linear.forward, []
@@ -267,7 +297,7 @@ def _replayed(rank, world, choose, without):
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    from symmplan.integrate.fsdp import planning, program_usage
+    from symmplan.integrate.fsdp import program_usage, step_plans
     from symmplan.memory import room
 
     if rank == without:
@@ -278,7 +308,7 @@ def _replayed(rank, world, choose, without):
     with (
         mock.patch.object(room, "SMALL", 0),
         mock.patch.object(program_usage, "SMALL", 0),
-        mock.patch.object(planning, "expected_beyond", return_value=0),
+        mock.patch.object(step_plans, "expected_beyond", return_value=0),
     ):
         handle = symmplan.fsdp.apply(model, choose=choose, timeout=30.0)
         for step in range(2):

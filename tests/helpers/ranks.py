@@ -77,7 +77,7 @@ class RankPool(ranks.RankPool):
         outcomes = self.outcomes(fn, *args, timeout=timeout)
         if not all(o.ok for o in outcomes):
             if first:
-                self._failed = f"{fn.__qualname__}{args}"
+                self._failed = f"{getattr(fn, '__qualname__', fn)}{args}"
             failed = [o for o in outcomes if not o.ok]
             late = first and all(o.hung is not None for o in failed)
             raise (HarnessTimeout if late else RanksFailed)(outcomes, self._failed)

@@ -32,27 +32,6 @@ PLANS = {"slots": None, "some slots": "1.46GiB", "shared": "1.2GiB"}
 STEPS = 4
 
 
-class Full(Exception):  # noqa: N818
-    """The device has not so many bytes."""
-
-
-class Limited(CachingAllocator):
-    """An allocator on a device of so many bytes, which empties its cache to go on."""
-
-    limit = retries = 0
-
-    def _reserve(self, nbytes, pool, *, small):
-        had = self.reserved
-        made = super()._reserve(nbytes, pool, small=small)
-        if self.reserved > self.limit:
-            more = self.reserved - had
-            self.empty()
-            self.retries += 1
-            if self.reserved > self.limit:
-                raise Full(more)
-        return made
-
-
 def program(capacity, ends):
     """Some steps; ``ends`` gets how many changes of storages there were at the end of each."""
     for _ in steps(STEPS, WORDS, capacity=capacity):
@@ -67,15 +46,14 @@ def retries(changes, ends, limit):
         ends: How many of them there were at the end of each step.
         limit: Bytes of the device.
     """
-    allocator, before = Limited(), 0
-    allocator.limit = limit
+    allocator, before = CachingAllocator(limit), 0
     cached = Cached(allocator=allocator)
     try:
         for index, change in changes:
             if index < ends[-2]:
                 before = allocator.retries
             cached.change(*change)
-    except Full:
+    except MemoryError:
         return None
     return allocator.retries - before
 

@@ -19,7 +19,6 @@ from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
 from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.integrate.fsdp.step_plans import StepPlan, StepProblem
-from symmplan.memory.beyond import expected_beyond
 from symmplan.memory.device_memory import device_memory
 from symmplan.memory.room import LEFT
 from symmplan.memory.topology import served
@@ -233,19 +232,25 @@ class Planning:
         problem, first = self._problem(recordings, chosen), recordings[0].collectives
         room = memory.room(below=self.live is None)
 
-        def tried() -> tuple[int, bool]:
+        def tried() -> tuple[int, bool, StepPlan]:
             made = self._within(room.nbytes, problem, chosen)
             budget = made.plan.budget
             nbytes = self._taken(made, first) if budget is None else budget.wanted_bytes
-            return nbytes, any(p.buffer is not None for s in made.stretches for p in s)
+            places = any(p.buffer is not None for s in made.stretches for p in s)
+            return nbytes, places, made if budget is None else problem.plan({}, {})
 
-        whole, places = memory.preparation.attempt(tried, memory.groups)
+        whole, places, made = memory.preparation.attempt(tried, memory.groups)
         timeout = self._options.timeout
         if not all_agree("a whole plan", [whole, places], memory.groups, timeout):
             return None
         if whole <= free.nbytes and not (room.retried and places):
             return None if places else 0
-        return whole if whole <= room.whole else 0
+        nbytes = made.plan.peak_bytes + made.beyond(memory.preparation.memory)
+        means = made.algorithms(first)
+        fits = memory.program.fits_full(nbytes, means, memory.device, memory.groups)
+        if fits is None:
+            fits = whole <= room.whole
+        return whole if fits else 0
 
     def _algorithm(
         self, chosen: Chosen[Call], gave: Mapping[Any, AlgorithmName], call: Call
@@ -350,13 +355,11 @@ class Planning:
         """
         if self._options.capacity is not None:
             return made.plan.peak_bytes
-        plan, preparation, beyond = made.plan, self._memory.preparation, 0
-        if communicators:
-            groups = [segment.groups for segment in plan.segments]
-            beyond = expected_beyond(preparation.memory, groups, made.by_engines)
-        placed = {p.call: p.algorithm.name for p in made.stretches[0] if p.buffer is not None}
-        given = plan.peak_bytes, beyond, first, self._unsharded, placed, preparation.slack
-        return plan.peak_bytes + self._memory.program.needed_besides(*given, self._memory.groups)
+        memory, nbytes = self._memory, made.plan.peak_bytes
+        beyond = made.beyond(memory.preparation.memory) if communicators else 0
+        given = nbytes, beyond, first, self._unsharded, made.algorithms(first)
+        slack = memory.preparation.slack
+        return nbytes + memory.program.needed_besides(*given, slack, memory.groups)
 
     @property
     def _unsharded(self) -> dict[str, int]:

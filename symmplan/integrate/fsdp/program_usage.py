@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from attrs import evolve
@@ -11,7 +12,7 @@ from symmplan.capture.fsdp_recording import Look
 from symmplan.capture.fsdp_reserved import Reserved
 from symmplan.coordination.all_gather import all_agree, least
 from symmplan.memory.device_memory import Allocations, device_memory, most_lately
-from symmplan.memory.room import SMALL, Usage
+from symmplan.memory.room import LEFT, SMALL, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from symmplan.model import AlgorithmName
 
 __all__ = ["ProgramUsage"]
+
+#: Into how many parts `LEFT` is divided where several numbers of bytes are tried.
+_TRIED = 4
 
 
 class ProgramUsage:
@@ -116,7 +120,7 @@ class ProgramUsage:
         beyond: int,
         collectives: Sequence[Call],
         unsharded: Mapping[str, int],
-        algorithms: Mapping[Call, AlgorithmName],
+        algorithms: Sequence[AlgorithmName],
         slack: Sequence[int],
         groups: Mapping[str, Any],
     ) -> int:
@@ -127,7 +131,7 @@ class ProgramUsage:
             beyond: Bytes of its communicators and windows, if they count.
             collectives: Those of the step whose memory was looked at, as they are planned.
             unsharded: ``{site: bytes}`` of the parameters that a plan may place.
-            algorithms: How those run that are placed.
+            algorithms: As for `Reserved.more`.
             slack: As `needed_more` takes it.
             groups: ``{name: process group}``.
 
@@ -139,15 +143,45 @@ class ProgramUsage:
         if self._looked is None:
             return 0
 
-        def algorithm_of(call: Call) -> AlgorithmName:
-            return algorithms.get(call, "ordinary")
-
-        tensors = needed_more(self._looked, collectives, unsharded, algorithm_of, slack)
+        of = dict(zip(collectives, algorithms, strict=True))
+        tensors = needed_more(self._looked, collectives, unsharded, of.__getitem__, slack)
         if self._reserved is None:
             return tensors
-        more = self._reserved.more([*map(algorithm_of, collectives)])
+        more = self._reserved.more(algorithms)
         more = max(more, tensors) if nbytes <= SMALL else more + beyond
         return -least("bytes besides", [-more], groups, self._timeout)[0]
+
+    def fits_full(
+        self,
+        nbytes: int,
+        algorithms: Sequence[AlgorithmName],
+        device: torch.device,
+        groups: Mapping[str, Any],
+    ) -> bool | None:
+        """Whether steps with a plan fit a full device, and retry no more often than without.
+
+        How blocks lie next to each other differs with each byte, so several numbers of bytes that
+        something else may take are tried.
+
+        Args:
+            nbytes: Bytes of the plan, and of its communicators and windows.
+            algorithms: As for `Reserved.more`.
+            device: The device.
+            groups: ``{name: process group}``.
+
+        Returns:
+            None where it is not known what torch's allocator does. The same on all ranks.
+
+        Collective: yes, over those groups, where it is known.
+        """
+        reserved, there = self._reserved, device_memory(device)
+        if reserved is None or there is None:
+            return None
+        limits = [there.free + there.reserved - n * LEFT // _TRIED for n in range(_TRIED + 1)]
+        planned = sum(reserved.retries(algorithms, limit - nbytes) for limit in limits)
+        plain = sum(reserved.retries(["ordinary"] * len(algorithms), limit) for limit in limits)
+        fits = planned < math.inf and planned <= plain
+        return least("fits a full device", [int(fits)], groups, self._timeout)[0] > 0
 
     def end(self) -> None:
         """Nobody plans the program. Collective: no."""

@@ -9,6 +9,7 @@ from attrs import evolve, field, frozen
 
 from symmplan.capture.fsdp import problem_of
 from symmplan.capture.fsdp_unsharded import kept_after_forward, most_alive, with_kept
+from symmplan.memory.beyond import expected_beyond
 from symmplan.model import Alternative
 from symmplan.planner.parameters import plan_with_parameters, without_room
 
@@ -53,6 +54,15 @@ class StepPlan:
         """Names of the groups of which copy engines run some collective."""
         placed = (p for stretch in self.stretches for p in stretch if p.buffer is not None)
         return frozenset(p.call.group for p in placed if p.algorithm.name == "copy engine")
+
+    def beyond(self, memory: str) -> int:
+        """Bytes of its communicators and windows, with a memory backend."""
+        return expected_beyond(memory, [s.groups for s in self.plan.segments], self.by_engines)
+
+    def algorithms(self, collectives: Sequence[Call]) -> list[AlgorithmName]:
+        """How each collective of the first recording runs."""
+        placed = {p.call: p.algorithm.name for p in self.stretches[0] if p.buffer is not None}
+        return [placed.get(call, "ordinary") for call in collectives]
 
     @property
     def leaves_out(self) -> bool:
