@@ -20,7 +20,9 @@
 
     On a full device FSDP2's own buffers are the largest of these fragments: steps in which all of
     them are placed retry allocations less often than those of FSDP2 alone, and steps in which some
-    are placed more often. So a plan that leaves nothing out may take the room for fragments, too.
+    are placed more often. So a plan that leaves nothing out may take the room for fragments, too,
+    if replays in the bytes that there are say that later steps fit and retry no more often than
+    without it; where nothing was noted, if tensors fit.
     Each byte more that it takes adds to the retries, which cost more than what a faster algorithm
     gains. So where the allocator had to retry more than once in the recorded step, the plan takes
     as few bytes as it can. (Once may have been for what an earlier program left in the cache.)
