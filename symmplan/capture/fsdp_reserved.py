@@ -42,6 +42,8 @@ __all__ = ["Reserved"]
 
 #: How many steps after the first are replayed in so many bytes: fragments differ from step to step.
 _STEPS = 3
+#: Into how many parts bytes are divided that something else may take.
+_TRIED = 4
 
 
 @define(eq=False)
@@ -159,6 +161,13 @@ class Reserved:
         if key not in self._known:
             self._known[key] = self._replayed(key)
         return self._known[key] - self._without
+
+    def all_retries(self, algorithms: Sequence[AlgorithmName], most: int, left: int) -> float:
+        """The sum of `retries` for several limits, from ``most`` bytes to ``left`` less."""
+        if not self.retries(algorithms, most - left):
+            return 0
+        limits = (most - n * left // _TRIED for n in range(_TRIED + 1))
+        return sum(self.retries(algorithms, limit) for limit in limits)
 
     def retries(self, algorithms: Sequence[AlgorithmName], limit: int) -> float:
         """How often the allocator gives back its cache to go on, in some steps after the first.

@@ -20,12 +20,11 @@
 
     On a full device FSDP2's own buffers are the largest of these fragments: steps in which all of
     them are placed retry allocations less often than those of FSDP2 alone, and steps in which some
-    are placed more often. So a plan that leaves nothing out may take the room for fragments, too,
-    if replays in the bytes that there are say that later steps fit and retry no more often than
-    without it; where nothing was noted, if tensors fit.
-    Each byte more that it takes adds to the retries, which cost more than what a faster algorithm
-    gains. So where the allocator had to retry more than once in the recorded step, the plan takes
-    as few bytes as it can. (Once may have been for what an earlier program left in the cache.)
+    are placed more often. Each byte more that a plan takes adds to the retries, which cost more
+    than what a faster algorithm gains. So a plan that leaves nothing out and takes as few bytes as
+    it can may take the room for fragments, too, if replays in the bytes that there are say that
+    later steps fit and retry no more often than without it. Where nothing was noted, it may if
+    tensors fit.
 """
 
 from __future__ import annotations
@@ -71,14 +70,12 @@ class Room:
         nbytes: All of them.
         at_once: Those that it may take before torch's allocator has given back what it has cached.
         whole: Those that a plan may take which leaves out no collective.
-        retried: As in `Usage`, on any of the ranks.
         slack: As in `Usage`, of the ranks the least.
     """
 
     nbytes: int
     at_once: int = sys.maxsize
     whole: int = sys.maxsize
-    retried: bool = False
     slack: tuple[int, ...] = ()
 
 
@@ -89,7 +86,6 @@ class Usage:
     Attributes:
         need: Peak bytes of tensors that it still needs, without those that plans replace.
         most: The most bytes that torch's allocator had of the driver.
-        retried: Whether it had to give back its cache more than once in the recorded step.
         slack: What `symmplan.capture.fsdp_memory.Needed` has besides.
         less: By how many bytes the allocator needs less of the driver without what plans replace;
             None if that is not known.
@@ -97,7 +93,6 @@ class Usage:
 
     need: int
     most: int
-    retried: bool = False
     slack: tuple[int, ...] = ()
     less: int | None = None
 
@@ -153,7 +148,7 @@ def room_on(there: DeviceMemory, usage: Usage | None, *, below: bool, reserve: i
         nbytes, whole = min(nbytes, most), min(whole, most)
         at_once = min(at_once, usage.most - there.reserved)
     room = Room(max(0, nbytes), max(0, at_once), max(0, whole))
-    return room if usage is None else evolve(room, retried=usage.retried, slack=usage.slack)
+    return room if usage is None else evolve(room, slack=usage.slack)
 
 
 def agreed_room(
@@ -201,6 +196,6 @@ def agreed_room(
         mine = evolve(mine, nbytes=given)
     else:
         mine = evolve(mine, nbytes=besides + max(held, mine.nbytes))
-    numbers = (mine.nbytes, mine.at_once, mine.whole, int(not mine.retried), *mine.slack)
-    nbytes, at_once, whole, calm, *slack = least("capacity", numbers, groups, timeout)
-    return Room(nbytes, at_once, whole, not calm, tuple(slack))
+    numbers = (mine.nbytes, mine.at_once, mine.whole, *mine.slack)
+    nbytes, at_once, whole, *slack = least("capacity", numbers, groups, timeout)
+    return Room(nbytes, at_once, whole, tuple(slack))

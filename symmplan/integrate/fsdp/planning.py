@@ -243,14 +243,13 @@ class Planning:
         timeout = self._options.timeout
         if not all_agree("a whole plan", [whole, places], memory.groups, timeout):
             return None
-        if whole <= free.nbytes and not (room.retried and places):
-            return None if places else 0
         nbytes = made.plan.peak_bytes + made.beyond(memory.preparation.memory)
         means = made.algorithms(first)
-        fits = memory.program.fits_full(nbytes, means, memory.device, memory.groups)
-        if fits is None:
-            fits = whole <= room.whole
-        return whole if fits else 0
+        found = memory.program.filled(nbytes, means, memory.device, memory.groups)
+        full, fits = found or (False, whole <= room.whole)
+        if full or whole > free.nbytes:
+            return whole if fits else 0
+        return None if places else 0
 
     def _algorithm(
         self, chosen: Chosen[Call], gave: Mapping[Any, AlgorithmName], call: Call

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ProgramUsage"]
 
-#: Into how many parts `LEFT` is divided where several numbers of bytes are tried.
-_TRIED = 4
-
 
 class ProgramUsage:
     """What a program has of its device, as long as nothing is planned.
@@ -46,7 +43,7 @@ class ProgramUsage:
         # The recording by which that is known, and what torch's allocator has for it.
         self._looked: Recording | None = None
         self._reserved: Reserved | None = None
-        self._most = self._retries = 0
+        self._most = 0
         self._allocations = Allocations()
 
     def look(self, recording: Recording, device: torch.device, *, own: bool = False) -> None:
@@ -64,7 +61,7 @@ class ProgramUsage:
         if there is not None:
             most = most_lately(there, self._most, self)
             if not recording.moments:
-                most, self._retries = there.allocated, there.retries
+                most = there.allocated
                 self._allocations.begin(device)
             self._most = max(self._most, there.most_allocated)
             now = len(recording.events), there.allocated, most, own, there.allocations
@@ -87,7 +84,7 @@ class ProgramUsage:
         self._looked, self.looks = recording, False
         need, peak, slack = needed(recording, unsharded)
         most = there.most_reserved + max(0, peak - self._most)
-        self._usage = Usage(need, most, there.retries > self._retries + 1, slack)
+        self._usage = Usage(need, most, slack)
         held, allocations = self._allocations.end()
         if allocations:
             reserved = Reserved(recording, held, allocations, unsharded)
@@ -151,17 +148,19 @@ class ProgramUsage:
         more = max(more, tensors) if nbytes <= SMALL else more + beyond
         return -least("bytes besides", [-more], groups, self._timeout)[0]
 
-    def fits_full(
+    def filled(
         self,
         nbytes: int,
         algorithms: Sequence[AlgorithmName],
         device: torch.device,
         groups: Mapping[str, Any],
-    ) -> bool | None:
-        """Whether steps with a plan fit a full device, and retry no more often than without.
+    ) -> tuple[bool, bool] | None:
+        """Whether the program fills its device, and whether it goes on as well with a plan.
 
-        How blocks lie next to each other differs with each byte, so several numbers of bytes that
-        something else may take are tried.
+        It fills it if torch's allocator has to give back its cache to go on. With a plan it goes on
+        as well if later steps fit and retry no more often than without. How blocks lie next to each
+        other differs with each byte, so several numbers of bytes that something else may take are
+        tried.
 
         Args:
             nbytes: Bytes of the plan, and of its communicators and windows.
@@ -170,18 +169,20 @@ class ProgramUsage:
             groups: ``{name: process group}``.
 
         Returns:
-            None where it is not known what torch's allocator does. The same on all ranks.
+            None where it is not known what the allocator does. On all ranks the same: whether any
+            fills its device, and whether all go on as well.
 
         Collective: yes, over those groups, where it is known.
         """
         reserved, there = self._reserved, device_memory(device)
         if reserved is None or there is None:
             return None
-        limits = [there.free + there.reserved - n * LEFT // _TRIED for n in range(_TRIED + 1)]
-        planned = sum(reserved.retries(algorithms, limit - nbytes) for limit in limits)
-        plain = sum(reserved.retries(["ordinary"] * len(algorithms), limit) for limit in limits)
-        fits = planned < math.inf and planned <= plain
-        return least("fits a full device", [int(fits)], groups, self._timeout)[0] > 0
+        most = there.free + there.reserved
+        plain = reserved.all_retries(["ordinary"] * len(algorithms), most, LEFT)
+        planned = reserved.all_retries(algorithms, most - nbytes, LEFT)
+        said = int(not plain), int(planned < math.inf and planned <= plain)
+        empty, fits = least("full devices", said, groups, self._timeout)
+        return not empty, fits > 0
 
     def end(self) -> None:
         """Nobody plans the program. Collective: no."""
