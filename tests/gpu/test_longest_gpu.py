@@ -19,6 +19,8 @@ pytestmark = needs_devices()
 
 ROOM = 8 << 30
 LAYERS, DIM, WORDS = 8, 2048, 16384
+#: Seconds for the first sequence, for which Inductor compiles.
+FIRST = 300
 #: What is tried, in tokens.
 LENGTHS = range(4096, 16384, 512)
 #: What a process leaves of its device to the program.
@@ -89,7 +91,8 @@ def _longest(*case):
         pool.run(leave)
         for length in LENGTHS:
             try:
-                found = pool.run(trains, "cuda", length, *case, False)
+                timeout = None if longest else FIRST
+                found = pool.run(trains, "cuda", length, *case, False, timeout=timeout)
             except RanksFailed:  # one rank waits for another that is out of memory
                 break
             if not all(fits for fits, _ in found):
@@ -103,7 +106,7 @@ def _longest(*case):
 def test_the_longest_sequence_is_no_shorter(reduce, compiled):
     length = _longest(reduce, compiled)
     assert LENGTHS[0] <= length < LENGTHS[-1]
-    with RankPool(2, init="nccl", timeout=120) as pool:
+    with RankPool(2, init="nccl", timeout=FIRST) as pool:
         pool.run(leave)
         found = pool.run(trains, "cuda", length, reduce, compiled, True)
     print(length, found)
