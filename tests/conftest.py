@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -51,6 +52,12 @@ def pytest_collection_modifyitems(config, items):
     chosen = set(names[::share])
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
+
+
+def pytest_collection_finish():
+    """What was imported stays: tests that collect garbage need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 # How wide a terminal is, as pytest-xdist tells its workers: the command's texts would be wrapped.

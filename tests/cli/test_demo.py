@@ -271,6 +271,7 @@ def test_a_rank_that_fails_is_told_with_its_reason(tmp_path):
     assert "plan.json" in told
 
 
+@pytest.mark.further
 def test_the_timeout_ends_the_demo(tmp_path):
     words = ["--inner", "eager", "--steps", "9999", "--timeout", "0.5"]
     with Demo(tmp_path, *words) as demo:

@@ -90,6 +90,7 @@ def test_who_does_not_come_is_named(where, who, how, last):
         assert error.fields.get("failed_rank", who) == who
 
 
+@pytest.mark.further
 def test_ranks_of_another_group_are_told_apart():
     with RankPool(3, timeout=40.0) as pool:
         first, second, _ = pool.outcomes(over_two_groups)

@@ -81,6 +81,7 @@ def _without(rank, world, choose, left_out):
     return {*waits}, not found["differences"], not races
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("choose", WAITS)
 def test_waits_of_fsdp2s_collectives(two, choose):
     (waits, right, ordered), _ = two.run(_without, choose, None)

@@ -84,7 +84,6 @@ def _without_races(rank, world, work, *given):
     return found
 
 
-@pytest.mark.all_cases
 @pytest.mark.parametrize("memory", ["nccl", "cuda"])
 def test_fsdp_by_each_algorithm(pair, memory):
     for choose in SUMS[memory]:
@@ -165,7 +164,6 @@ def _judge(found, memory, choose):
     assert ("symmetric" in kinds) == (memory == "nccl" and choose != "ordinary")
 
 
-@pytest.mark.all_cases
 @pytest.mark.parametrize("memory", ["nccl", "cuda"])
 def test_sessions_by_each_algorithm(pair, memory):
     for choose in GATHERS[memory]:
@@ -193,6 +191,7 @@ def _one_after_the_other(rank, world, holds):
     return rendezvous, wrong, [s.users for s in symmplan.segments()]
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("holds", [False, True])
 def test_a_session_takes_the_segment_of_one_that_is_over(fresh, holds):
     for rendezvous, wrong, users in fresh.run(on_devices, _one_after_the_other, holds):
@@ -201,7 +200,6 @@ def test_a_session_takes_the_segment_of_one_that_is_over(fresh, holds):
         assert users.count(()) == 1
 
 
-@pytest.mark.all_cases
 @pytest.mark.parametrize("memory", ["nccl", "cuda"])
 def test_graphs_by_each_algorithm(pair, memory):
     for choose in GATHERS[memory]:
@@ -306,7 +304,6 @@ def _pipelined(rank, world, memory):
     return sum("shift" in op for op in ops), state().refused
 
 
-@pytest.mark.all_cases
 @pytest.mark.parametrize("memory", ["nccl", "cuda"])
 def test_pipelined_blocks(pair, memory):
     assert pair.run(on_devices, _pipelined, memory) == [(4, [])] * 2

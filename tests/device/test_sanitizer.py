@@ -168,6 +168,7 @@ def test_a_race_of_a_program_with_fsdp2s_placements(two, act):
         assert any("aten::sum" in pair for pair in races)
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 def test_a_view_cannot_be_written_after_reshard():
     """Its storage has no bytes then, as FSDP2's own has none."""

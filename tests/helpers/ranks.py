@@ -37,7 +37,8 @@ _PRELOAD += ["pytest", "hypothesis.strategies", "numpy.ma"]  # what the files of
 if not torch.cuda.is_available():  # Inductor asks devices for their properties, and forks cannot
     _PRELOAD += ["symmplan.integrate.compile.backend", "symmplan.integrate.fsdp.apply"]
     _PRELOAD += ["symmplan.integrate.eager.session", "torch._inductor.compile_fx"]
-multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
+    _PRELOAD += ["torch.distributed.tensor.experimental"]  # what Dynamo imports for a first graph
+multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOAD, "frozen"])
 
 
 class RanksFailed(AssertionError):  # noqa: N818

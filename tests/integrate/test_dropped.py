@@ -160,6 +160,7 @@ def _taken(rank, world, kind, memory):
     return found
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 @pytest.mark.parametrize("memory", ["nccl", "cuda"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -261,6 +262,7 @@ def _kept_function(rank, world):
     return right, ("compiled graphs",) in users, held, len(symmplan.segments()) - before
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 def test_who_holds_the_bytes_of_a_dropped_backend_is_said():
     text = f"compiled functions of other backends hold {8 * COUNT:,} bytes until"

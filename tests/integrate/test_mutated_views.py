@@ -166,6 +166,7 @@ def test_sessions_write_views(two):
     assert all(min(served) >= TURNS - 1 for served in two.run(_eager, _names(), {}))
 
 
+@pytest.mark.further
 def test_sessions_write_views_without_races(two):
     two.run(_eager, _names(), {"debug": True})
 

@@ -341,6 +341,7 @@ def _graphs(rank, size, of_ranks, one_program):
         return found, allocator.name
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 @pytest.mark.parametrize("one_program", [True, False])
 def test_graphs_in_another_order_on_each_host_get_the_same_memory(four, one_program):

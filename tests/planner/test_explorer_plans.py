@@ -124,6 +124,7 @@ def test_what_the_planner_is_told_counts(lie):
     _first(misled, _SHOWN_BY.get(lie, ()))
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("fact", "kinds"), [("early", ("all_gather", "all_to_all")), ("late", ("all_reduce",))]
 )

@@ -57,6 +57,7 @@ def _in_session(rank, world_size, seeds):
     return wrong, placed
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("seeds", [range(600, 608), range(608, 640), range(640, 670)])
 def test_no_declaration_makes_a_session_fail(pool, seeds):
     for wrong, placed in pool.run(_in_session, seeds):

@@ -9,6 +9,7 @@ from ranks import pool_of
 two = pool_of(2, timeout=600)
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 @pytest.mark.all_cases
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def _all(rank, size):
     return [program(rank, size) for program in PROGRAMS.values()]
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("per_host", "why"),
     [
@@ -164,6 +165,7 @@ def _fsdp_programs(per_host, count):
     return {seed: drawn(seed, ranks) for seed in range(count)}
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("per_host", "count"),
     [
@@ -272,6 +274,7 @@ def _planned(rank, size):
     return found
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("per_host", [(2, 2), (2, 1)], ids=str)
 def test_a_simulation_chooses_as_hosts_do(per_host):
     import symmplan

@@ -139,7 +139,6 @@ def _table(path, *rows):
 
 @needs_hosts
 @pytest.mark.ranks
-@pytest.mark.all_cases
 def test_experts_move_over_hosts_as_a_table_of_hosts_says(pool, tmp_path):
     near = ("ordinary", {"ordinary": 1.0, "push": 2.0})
     far = {"ordinary": 2.0, "two-level": 1.0}

@@ -132,6 +132,7 @@ def _in_part(rank, size):
     return stats
 
 
+@pytest.mark.further
 def test_all_say_why_collectives_were_demoted():
     with RankPool(2, timeout=120.0) as ranks:
         for why in DEMOTIONS:

@@ -212,6 +212,7 @@ def _alone(plan):
 four = pool_of(4, timeout=200.0)
 
 
+@pytest.mark.further
 def test_both_share_one_segment(four):
     results = four.run(_trained, 2, 2, ["step"] * 4)
     for found in results:

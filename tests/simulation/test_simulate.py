@@ -181,6 +181,7 @@ def test_a_program_that_says_how_large_its_world_is_needs_no_more_than_a_number(
     assert eight.ordinary_bytes.optimizer >= 2 * eight.ordinary_bytes.parameters > 0
 
 
+@pytest.mark.further
 def test_what_this_machine_has_and_is_says_nothing_of_another_world(monkeypatch):
     def never(*_):
         raise AssertionError("asked")
@@ -197,6 +198,7 @@ def test_what_this_machine_has_and_is_says_nothing_of_another_world(monkeypatch)
     assert "as ordinary instead of push" in costs[0]
 
 
+@pytest.mark.further
 def test_text_of_a_plan_does_not_grow_with_the_ranks():
     texts = [symmplan.simulate(wide, ranks=ranks).plans[0].to_json() for ranks in (8, 1024)]
     assert abs(len(texts[0]) - len(texts[1])) < 200

@@ -81,6 +81,7 @@ def test_a_false_declaration_is_found(op, false, write):
         assert "its own" in report.fact("handshake").contradiction.text
 
 
+@pytest.mark.further
 def test_arguments_by_name_and_made_in_the_ranks():
     def make(rank, ranks, call):
         return {"x": torch.full((4, 8), float(rank + ranks * call))}

@@ -160,6 +160,7 @@ def _trained_on_copies(rank, size, inner):
     return copies
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_training_with_parameters_that_cannot_stay(pool, inner):
     first, second = pool.run(_trained_on_copies, inner)

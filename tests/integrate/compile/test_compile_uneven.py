@@ -96,6 +96,7 @@ def _one_alone(rank, world, program, why, dynamic):
         trials.fastest = fastest
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("dynamic", [False, None])
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("why", ORDINARY)

@@ -88,6 +88,7 @@ def _judge(told, calls):
     assert after.plain == 0
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("sizes", [_SIZES[::9], _SIZES], ids=len)
 def test_a_server_of_many_sizes_has_one_segment_and_meets_once(servers, sizes):
     told = servers.run(_decode, sizes, "eager", False)

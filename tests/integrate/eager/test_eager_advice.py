@@ -64,6 +64,7 @@ def _advised(rank, world_size):
     return found
 
 
+@pytest.mark.further
 def test_advice_is_what_its_reader_can_do(two):
     first, second = two.run(_advised)
     assert first == second

@@ -217,6 +217,7 @@ def _another_tensor(rank, world_size, who, another):
             session.step()
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(("who", "another"), [(0, "copy"), (1, "copy"), (1, "transposed")])
 def test_another_tensor_than_that_which_was_made_in_its_placement(pool, who, another):
     for outcome in pool.outcomes(_another_tensor, who, another):

@@ -121,6 +121,7 @@ def _same(rank, world_size, program, c10d):
     return stats.bound, stats.staged, placed, session.plan.fingerprint
 
 
+@pytest.mark.further
 @given(programs(), st.booleans())
 @settings(max_examples=5)
 def test_random_producers_write_where_they_are_told(pool, program, c10d):

@@ -151,6 +151,7 @@ def _shared_later(rank, world_size):
     return None
 
 
+@pytest.mark.further
 def test_arguments_that_share_memory_later_end_the_session_before_anything_is_written(pool):
     found = pool.run(_shared_later)
     assert found == [(2, rank + 2.0, "symmplan_strict::bump_", True) for rank in range(2)]

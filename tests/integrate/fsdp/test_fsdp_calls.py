@@ -105,6 +105,7 @@ def test_a_planned_step_makes_few_calls(two):
         _judge(found, OWN, ALL)
 
 
+@pytest.mark.further
 def test_a_step_of_a_plan_that_places_nothing_makes_fewer(two):
     for found in two.run(_calls, "ordinary"):
         served, plain = found["served"]

@@ -342,6 +342,7 @@ def later(rank, world, lists):
 LISTS = [("forward",), ("backward",), ("forward", "backward")]
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("lists", LISTS)
 def test_longer_prefetch_lists_are_settled_at_once(two, lists):
     for result in two.run(later, lists):

@@ -73,6 +73,7 @@ def test_an_evaluation_that_leaves_modules_unsharded_takes_one_module_more(two):
     assert [x[3][-1] for x in two.run(grown, program)] == [1, 1]
 
 
+@pytest.mark.further
 def test_random_programs_take_one_module_more_and_are_soon_not_planned_again(two):
     for seed in (0, 1, 50):  # 50: what is carried behind a plan that changes nothing
         check(two, drawn(seed))

@@ -61,6 +61,7 @@ def test_a_hundred_programs_that_push_have_the_same_bits(judge, ranks):
     check_seeds(judge, range(100), ranks, drawn_pushed)
 
 
+@pytest.mark.further
 def test_some_programs_that_read_parameters_have_the_same_bits_or_errors(judge):
     check_seeds(judge, range(14), 2, drawn_reading)
 
@@ -95,6 +96,7 @@ def test_what_a_gather_has_brought_outlives_the_handle(two):
     check(two, Program(ranks=2, units=(Unit(),), acts=(*acts, ("train",))))
 
 
+@pytest.mark.further
 def test_a_plan_that_is_made_in_inference_mode_serves_training(two):
     """What is kept from then on must not belong to that mode."""
     check(
@@ -174,6 +176,7 @@ def test_modules_make_room_while_graphs_have_views_of_their_parameters(two, then
         assert 1 <= result["counts"]["replans"] <= 3
 
 
+@pytest.mark.further
 def test_modules_stay_unsharded_while_graphs_of_others_have_views_of_their_bytes(two):
     acts = (("train",), ("postpone",), ("train",), ("train", 3, True, False), ("catch_up",))
     for result in check(two, Program(2, (Unit(),) * 3, (*acts, ("train",)))):

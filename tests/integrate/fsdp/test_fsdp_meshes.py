@@ -66,6 +66,7 @@ def two_dimensions(rank, world):
     return both(build, lambda model, trace, rank: train(model, trace, rank // 2), rank)
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("program", [hybrid, hybrid_accumulation, two_dimensions])
 def test_meshes_of_two_dimensions(four, program):
     check(four.run(program))
@@ -160,6 +161,7 @@ def experts(rank, world):
     return both(build, train, rank, close=1e-5)
 
 
+@pytest.mark.further
 def test_modules_on_meshes_of_their_own(four):
     same(four.run(experts), plain=0, copies=0, replans=0)
 

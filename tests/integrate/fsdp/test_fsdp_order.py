@@ -79,6 +79,7 @@ def one_differs(rank, world, seeds):
     return told
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("block", range(200 // PROGRAMS))
 def test_ranks_that_call_modules_in_other_orders_name_them_and_their_lines(two, block):
     seeds = range(block * PROGRAMS, (block + 1) * PROGRAMS)

@@ -274,6 +274,7 @@ def collecting(rank, world):
     return there, [gradient() is not None for of in sent for gradient in of]
 
 
+@pytest.mark.further
 def test_garbage_collection_leaves_gradients_that_are_pushed_alone(two):
     """Devices read them until the reduction has ended, for which FSDP2 waits later."""
     for there, left in two.run(collecting):

@@ -113,6 +113,7 @@ def _exchanged(rank, size, folder, seeds, hosts=2):
         segment.release()
 
 
+@pytest.mark.further
 def test_rows_of_devices_in_two_levels(four, tmp_path):
     assert four.run(_exchanged, files_of(tmp_path, 4, _NBYTES), range(60)) == [(120, [])] * 4
 
