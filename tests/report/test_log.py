@@ -108,7 +108,6 @@ def test_each_plan_is_one_line_and_nothing_placed_is_one_warning():
     assert "no declared op is called in 1 compiled graph " in warnings[2]
 
 
-@pytest.mark.further
 def test_the_default_backend_says_what_it_did_and_that_it_did_nothing():
     torch._dynamo.reset()
     backend = symmplan.default_backend()

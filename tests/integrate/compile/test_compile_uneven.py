@@ -159,5 +159,6 @@ def test_lists_may_change_on_one_rank_alone(two, tables, program, dynamic):
     assert summed == (program == "there_and_back")
 
 
+@pytest.mark.further
 def test_inductor_runs_them(two):
     _judge(two.run(_run, "there_and_back", TABLES["differing"], {}), "differing")
