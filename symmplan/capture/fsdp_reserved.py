@@ -162,19 +162,22 @@ class Reserved:
             self._known[key] = self._replayed(key)
         return self._known[key] - self._without
 
-    def all_retries(self, algorithms: Sequence[AlgorithmName], most: int, left: int) -> float:
-        """The sum of `retries` for several limits, from ``most`` bytes to ``left`` less."""
-        if not self.retries(algorithms, most - left):
+    def all_retries(
+        self, algorithms: Sequence[AlgorithmName], limit: int, left: int, *, plan: int = 0
+    ) -> float:
+        """The sum of `retries` for several limits, from ``limit`` bytes to ``left`` less."""
+        if not self.retries(algorithms, limit - left, plan=plan):
             return 0
-        limits = (most - n * left // _TRIED for n in range(_TRIED + 1))
-        return sum(self.retries(algorithms, limit) for limit in limits)
+        limits = (limit - n * left // _TRIED for n in range(_TRIED + 1))
+        return sum(self.retries(algorithms, limit, plan=plan) for limit in limits)
 
-    def retries(self, algorithms: Sequence[AlgorithmName], limit: int) -> float:
+    def retries(self, algorithms: Sequence[AlgorithmName], limit: int, *, plan: int = 0) -> float:
         """How often the allocator gives back its cache to go on, in some steps after the first.
 
         Args:
             algorithms: As for `more`; in the first step all are ordinary.
-            limit: Bytes that the driver has for it.
+            limit: Bytes that the driver has for it and for the plan.
+            plan: Those that the plan takes after the first step.
 
         Returns:
             Infinity if the steps do not fit.
@@ -183,7 +186,9 @@ class Reserved:
         try:
             blocks = self._begun(allocator)
             self._replay(allocator, blocks, self._first, ["ordinary"] * len(algorithms))
-            before = allocator.retries
+            if allocator.reserved > limit - plan:
+                allocator.empty()
+            allocator.limit, before = limit - plan, allocator.retries
             for _ in range(_STEPS):
                 self._replay(allocator, blocks, self._second, algorithms)
         except MemoryError:

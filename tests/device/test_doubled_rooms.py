@@ -242,7 +242,7 @@ def _replays(rank, world, planned, plain, room=None):
     """A model, where replays of rank 1's allocator say how often it retries."""
     from symmplan.capture.fsdp_reserved import Reserved
 
-    def retries(_, algorithms, limit):
+    def retries(_, algorithms, limit, plan=0):
         if rank == 0:
             return 0
         return plain if {*algorithms} == {"ordinary"} else planned

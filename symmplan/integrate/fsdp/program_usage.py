@@ -179,7 +179,7 @@ class ProgramUsage:
             return None
         most = there.free + there.reserved
         plain = reserved.all_retries(["ordinary"] * len(algorithms), most, LEFT)
-        planned = reserved.all_retries(algorithms, most - nbytes, LEFT)
+        planned = reserved.all_retries(algorithms, most, LEFT, plan=nbytes)
         said = int(not plain), int(planned < math.inf and planned <= plain)
         empty, fits = least("full devices", said, groups, self._timeout)
         return not empty, fits > 0
