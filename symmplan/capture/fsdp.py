@@ -63,8 +63,6 @@ class Planned:
 
     call: Call  # which
     buffer: str | None  # name of its buffer in the problem; None if it was left out
-    #: Name of the buffer of an all-to-all's output; None if it needs none.
-    received: str | None = None
     algorithm: Algorithm = _SYMMETRIC  # how it runs
     zero_copy: bool = False  # whether its buffer is the parameters themselves
     carried: bool = False  # whether it ran before the stretch began
@@ -154,13 +152,9 @@ def problem_of(
                 if first.setdefault(site, name) != name:
                     together.append((first[site], name))
             buffers.append(made)
-            received = None
-            if algorithm.name == "copy engine" and call.key.kind == "reduce_scatter":
-                received = f"{name}.received"
-                buffers.append(_received(received, call, algorithm))
             zero_copy_ = index in inside
             carried = index in recording.carried
-            planned[index] = Planned(call, name, received, algorithm, zero_copy_, carried, index)
+            planned[index] = Planned(call, name, algorithm, zero_copy_, carried, index)
         begun = dict.fromkeys(i for what, i in events if what == "begin" and i in planned)
         stretches.append(tuple(planned[i] for i in begun))
         for at, (what, index) in enumerate(events):
@@ -211,8 +205,6 @@ def problem_of(
             }
             write = what == "begin" or (runs and kind == "all_gather")
             accesses.append(Access(operation, one.buffer, write=write, **reached))
-            if runs and one.received is not None:
-                accesses.append(Access(operation, one.received, write=True, **reached))
     buffers += hosted.values()
     buffers += (slot for of in slots.values() for slot in of)
     groups = list(dict.fromkeys(b.group for b in buffers))
@@ -261,12 +253,6 @@ def _buffer(
         shape=(call.key.numel,),
         label=f"{call.key.site} {_TENSORS[call.key.kind]}",
     )
-
-
-def _received(name: str, call: Call, algorithm: Algorithm) -> Buffer:
-    """Where the parts of all ranks arrive that this one sums."""
-    made = _buffer(name, call, algorithm, Requirement("output"), persistent=False)
-    return evolve(made, op="c10d::alltoall_base_", where=f"output ({algorithm.name})")
 
 
 def _slot(slots: list[Buffer], turn: int, number: int, call: Call) -> str:

@@ -26,8 +26,7 @@ class Algorithm:
 
     Attributes:
         name: ``"ordinary"``: in ordinary memory. ``"symmetric"``: in its placement, through the
-            program's own communicator. ``"copy engine"``: in its placement, without kernels; a
-            reduce-scatter as an all-to-all into a second placement, which is summed locally.
+            program's own communicator. ``"copy engine"``: in its placement, without kernels.
             ``"push"``: a reduce-scatter whose inputs are copied into the peers' slots, of which
             each group has two. ``"shared push"``: the same into bytes that others have before and
             after, so the ranks meet before they push. ``"two-level"``: over several hosts, in its

@@ -2,8 +2,8 @@
 
 [Note: demotions]
     If a plan takes more bytes than there are, one kind of collective gets an algorithm that takes
-    fewer bytes, and the program is planned again: copy engine or push become symmetric, and
-    symmetric becomes ordinary. The planner demotes the kind with the smallest slowdown per byte
+    fewer bytes, and the program is planned again: a push becomes symmetric or a shared push, and
+    all others become ordinary. The planner demotes the kind with the smallest slowdown per byte
     freed at the peak, until the plan fits. Then it tries each demoted kind once more, the one with
     the largest slowdown first, because later demotions may have freed enough bytes for it.
 

@@ -109,7 +109,7 @@ def algorithms_of(collective: str, memory: str) -> tuple[AlgorithmName, ...]:
     apart = [r for op, r in lowerings.over_hosts.items() if collective_of(op) == collective]
     kind, algorithms = BACKENDS[memory], ["ordinary"]
     algorithms += ["symmetric"] if rows else []
-    if kind.engines and (any(r.engine for r in rows) or collective == "reduce-scatter"):
+    if kind.engines and any(r.engine for r in rows):
         algorithms.append("copy engine")
     if collective == "reduce-scatter" and (kind.devices or kind.collectives):
         algorithms.append("push")

@@ -109,12 +109,13 @@ def measure(
     met = {name: groups[name] for name in together}
     trials = _Trials(cases, device, _bytes_for(memory, device, met, timeout))
     # Communicators take bytes of a device, so only who may use them gets them.
-    useless = {*trials.groups} - {c.group for c in trials.parts if "copy engine" in c.algorithms}
-    able = {name: group for name, group in groups.items() if name not in useless}
-    if able:
+    able = {c.group for c in trials.parts if {"copy engine", "push"} & {*c.algorithms}}
+    useless = {*trials.groups} - able
+    used = {name: group for name, group in groups.items() if name not in useless}
+    if used:
         require_left(device)
     with counting("communicators", device):
-        engines = engines_of(able, memory, timeout)
+        engines = engines_of(used, memory, timeout)
     if not cases or not trials.has_room:
         return not cases
     trials.allocate()

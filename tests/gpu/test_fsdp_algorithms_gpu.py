@@ -270,7 +270,7 @@ def test_what_the_plan_says_is_what_runs(pool, choose):
         assert (copied > 0) == engines
     if choose != "measure":
         gathers = {"placed": "symmetric", "push": "copy engine"}.get(choose, choose)
-        scatters = {"placed": "symmetric"}.get(choose, choose)
+        scatters = "push" if choose == "push" else "symmetric"
         assert told["algorithms"] == {"all_gather": {gathers}, "reduce_scatter": {scatters}}
     assert told["rendezvous"] <= told["segments"] * (1 if choose == "placed" else 3)
 

@@ -117,13 +117,12 @@ def test_placed_gathers_run_on_copy_engines_under_zero_cta(zero_cta):
         assert count(found, "Memcpy PtoP") >= GATHERS * (zero_cta.world_size - 1)
 
 
-def test_by_copy_engines_nothing_runs_in_kernels(pool):
+def test_by_copy_engines_no_gather_runs_in_kernels(pool):
     for found in pool.run(seen, "symmplan", "copy engine"):
         print(found)
         assert found["stats"]["plain"] == found["stats"]["copies"] == 0
-        assert count(found, "AllGather") == count(found, "ReduceScatter") == 0
-        collectives = GATHERS + LAYERS + 1
-        assert count(found, "Memcpy PtoP") >= collectives * (pool.world_size - 1)
+        assert count(found, "AllGather") == 0
+        assert count(found, "Memcpy PtoP") >= GATHERS * (pool.world_size - 1)
 
 
 def test_measured_collectives_run_as_the_choices_say(pool):
@@ -144,7 +143,7 @@ def test_measured_collectives_run_as_the_choices_say(pool):
         assert count(found, "nccl", "ReduceScatter") == kernels
         assert bool(count(found, "ncclSym", "ReduceScatter")) is (reductions == {"symmetric"})
         engines = (GATHERS - 1) * (gathers == {"copy engine"})
-        engines += LAYERS * (reductions <= {"copy engine", "push"})
+        engines += LAYERS * (reductions == {"push"})
         assert count(found, "Memcpy PtoP") >= engines * (pool.world_size - 1)
         assert bool(count(found, "Memcpy PtoP")) is bool(engines)
 

@@ -61,7 +61,7 @@ ASKED = {
 AGREED = {
     "the plan, and what was agreed with it": """
         .view _pushes.values _arenas.memory _arenas.segments _places.get _views.get algorithm.reason
-        BACKENDS.collectives bisect_left c.carried c.received engines.get groups.rank
+        BACKENDS.collectives bisect_left c.carried engines.get groups.rank
         layout.counts Layout.counts layout.offsets layout.parts Memory._arenas
         Memory._pushes Memory.groups other.begin other.end other.storage p
         ParameterStorage._one_sided ParameterStorage._outputs ParameterStorage._run
@@ -70,7 +70,7 @@ AGREED = {
         planning.unshards Pushes Pushes._peers Runtime.counts.replans _runtime.idle
         Runtime.idle Runtime.memory Runtime.schedule Schedule._bounds
         Schedule.collectives schedule.places_nothing scheduled.algorithm scheduled.call
-        scheduled.place scheduled.received scheduled.zero_copy
+        scheduled.place scheduled.zero_copy
         segment.begin segment.meeting segment.peers segment.tensor slot.index
         scheduled.pushed slot.pushed _slot.pushed slot.offset slot.scheduled
         slot.take_shared unshard.site unshard.storage
@@ -85,7 +85,7 @@ AGREED = {
         .dtype .element_size .numel .shape _keys.get _ends.before _ends.trained _Planned._kind
         _Planned._plain_buffer _Planned._site _recorder.log _unsharded.pop
         _unsharded.values again async_op autograd.in_backward c.buffer c10d.group_name
-        exchanges factor_of g.to gathers input_tensor Key key.kind log.ran math.prod
+        factor_of g.to gathers input_tensor Key key.kind log.ran math.prod
         memory.captured op output_tensor PlannedAllGather._site PlannedAllGather._slot
         PlannedReduceScatter._plain_buffer PlannedReduceScatter._site
         PlannedReduceScatter._slot Pushes._last Pushes.unmet pushes.unmet Runtime._arrived
@@ -126,7 +126,6 @@ LOCAL = {
     "lease": {
         "run": "copies: the collective is staged",
         "open": "the same",
-        "alone": "the same",
         "give_room": "who is there copies aside, or stays",
         "_fill": "waits",
     },

@@ -122,7 +122,7 @@ def test_verdicts_of_devices_with_and_without_what_algorithms_need():
     found = {v.collective: v for v in verdicts(_GROUP, "nccl")}
     assert list(found) == list(NCCL)
     assert found["all-gather"].algorithms == ("ordinary", "symmetric", "copy engine")
-    assert found["reduce-scatter"].algorithms == ("ordinary", "symmetric", "copy engine", "push")
+    assert found["reduce-scatter"].algorithms == ("ordinary", "symmetric", "push")
     assert found["all-reduce"].algorithms == ("ordinary", "symmetric")
     assert found["all-to-all"].algorithms == ("ordinary", "copy engine")
     assert found["broadcast"].algorithms == ("ordinary",)

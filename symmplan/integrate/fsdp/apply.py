@@ -230,9 +230,9 @@ def apply(
         choose: How the algorithms of collectives are chosen. ``"measure"``: each collective runs by
             the algorithm that was fastest in a short measurement at its real size, when the plan is
             made; see `Choice`. ``"placed"``, also called ``"symmetric"``: all run in symmetric
-            memory, over the model's own groups. ``"copy engine"``: all run without kernels if the
-            backend has copy engines, reduce-scatters as an all-to-all and a local sum. ``"push"``:
-            gradients go straight to the rank that sums them, and copy engines gather.
+            memory, over the model's own groups. ``"copy engine"``: gathers run without kernels if
+            the backend has copy engines. ``"push"``: so do reductions: gradients go straight to the
+            rank that sums them.
             ``"shared push"``: the same into bytes that released parameters had. ``"ordinary"``: all
             run as FSDP2 runs them. ``"auto"``: measured on devices, placed elsewhere. The path of a
             ``.json`` file: as measured elsewhere, see `symmplan.simulate`.

@@ -106,11 +106,8 @@ class CallCase(Case):
         ):
             act = scatters(memory, scatter, output, tensor, group, op, async_op=False)
             acts[algorithm] = _copied_in(tensor, source, act)
-        if engines is not None:
-            act = exchanges(output, placed, received, engines, op)
-            acts["copy engine"] = _copied_in(placed, plain, act)
-            if "push" in self.algorithms:  # it is such an all-to-all of what need not be copied
-                acts["push"] = act
+        if engines is not None and "push" in self.algorithms:
+            acts["push"] = exchanges(output, placed, received, engines, op)
         return acts
 
 
@@ -127,13 +124,15 @@ def case_of(
         levels: Whether that is served in two levels.
     """
     gathers = call.key.kind == "all_gather"
-    algorithms: tuple[AlgorithmName, ...] = ("symmetric", "copy engine")
+    algorithms: tuple[AlgorithmName, ...] = ("symmetric",)
     if levels:
         algorithms = ("two-level",)
     elif gathers and on_device(device) and not is_whole_words(call.nbytes // ranks):
         algorithms = ("copy engine",)
-    elif not gathers and _pushes(call, memory):
-        algorithms = ("symmetric", "copy engine", *PUSHES)
+    elif gathers:
+        algorithms = ("symmetric", "copy engine")
+    elif _pushes(call, memory):
+        algorithms = ("symmetric", *PUSHES)
     # FSDP2 does not say how much a step computes meanwhile.
     computes = kind_of(device).is_accelerator
     return CallCase(
@@ -192,13 +191,11 @@ def demotables_of(planned: Iterable[Planned], chosen: Chosen[Call]) -> list[Demo
         seconds = {} if choice is None else dict(choice.seconds)
         if algorithm == "shared push" and "push" in seconds:
             seconds[algorithm] = seconds["push"] + MEETING
-        if call.key.kind == "reduce_scatter" and algorithm == "copy engine":
-            less = {"symmetric": 0.5, "ordinary": 0.0}
-        elif algorithm == "push":  # of two slots
+        if algorithm == "push":  # of two slots
             share = call.nbytes / (2 * call.pushed_bytes)
             less = {"symmetric": share, "shared push": 0.0, "ordinary": 0.0}
             known = {"shared push": MEETING}
-        buffers = [b for b in (p.buffer, p.received) if b and call.nbytes >= largest.get(b, 0)]
+        buffers = {b for b in (p.buffer,) if b and call.nbytes >= largest[b]}
         demotables.append(
             Demotable(
                 key=chosen.cases[call],

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from symmplan.capture.fsdp_recording import Key
 from symmplan.coordination.own import own_work
-from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
+from symmplan.integrate.fsdp.ops import gathers, scatters
 from symmplan.torch_private import autograd, fsdp2
 
 if TYPE_CHECKING:
@@ -221,14 +221,11 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
         def reduced(
             target: torch.Tensor,
             over: dist.ProcessGroup,
-            received: torch.Tensor | None = None,
             pushes: Pushes | None = None,
         ) -> Callable[[], Any] | None:
             if pushes is not None:
                 add = added is not None
                 return pushes.reduce(output_tensor, op, input_tensor.dtype, otherwise, add=add)
-            if received is not None:
-                return exchanges(output_tensor, target, received, over, op)
             return scatters(
                 self._runtime.memory.name,
                 self._plain,

@@ -179,17 +179,6 @@ class Memory:
         users.take(place.offset, place.end, lease)
         return lease
 
-    def alone(self, place: Placement, act: Callable[[], Any]) -> Any:
-        """Run ``act`` with the bytes at ``place`` to itself. See [Note: bytes in use]."""
-        lease = self.take(place)
-        if lease is None:
-            with set_aside(self.at(place)):
-                return act()
-        work = act()
-        lease.issued(work, done=True)
-        lease.drop()
-        return work
-
     def stage(
         self, place: Placement, buffer: torch.Tensor, act: Callable[[], Any], *, result: bool
     ) -> None:

@@ -162,8 +162,7 @@ def exchanges(
 ) -> Callable[[], Any] | None:
     """A function that reduces and scatters ``source`` as an all-to-all and a local sum.
 
-    The sum runs over the ranks in their order, see `symmplan.integrate.fsdp.sums`. NCCL's own
-    kernels round otherwise, so the last bits differ.
+    It takes as long as a push, which needs peers' memory and so cannot be tried before a plan.
 
     Args:
         output: This rank's part of the result, in any memory.

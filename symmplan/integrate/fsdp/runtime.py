@@ -267,7 +267,7 @@ class Runtime:
             group: Over which it runs.
             in_place: Given the placement's bytes, like ``buffer``, and the process group, runs the
                 collective there; None if that is not possible. Also given, if there is such,
-                ``received``, an all-to-all's output, or ``pushes``, what has pushed the input.
+                ``pushes``, what has pushed the input.
             plain: Given ``buffer`` under another storage, runs it through the process group.
             result: Whether ``buffer`` is the output.
 
@@ -357,13 +357,7 @@ class Runtime:
         over, dtype = memory.over(scheduled.call, scheduled.algorithm), slot.base.dtype
         if slot.pushed:
             return reasons.OTHER_OP, in_place(slot.base, over, pushes=memory.pushes(scheduled))
-        target, received = memory.at(scheduled.place, dtype), scheduled.received
-        if received is None:
-            return reasons.OTHER_OP, in_place(target, over)
-        act = in_place(target, over, received=memory.at(received, dtype))
-        if act is None:
-            return reasons.OTHER_OP, None
-        return "", lambda: memory.alone(received, act)
+        return reasons.OTHER_OP, in_place(memory.at(scheduled.place, dtype), over)
 
     # Freezing.
 

@@ -35,7 +35,6 @@ class ScheduledCollective:
     Attributes:
         call: Which.
         place: Where its buffer lies; None if it stays in ordinary memory.
-        received: Where the output of its all-to-all lies; None if it has none.
         algorithm: How it runs.
         zero_copy: Whether its buffer is the parameters themselves.
         runs_by: The algorithm by which it runs as planned.
@@ -44,7 +43,6 @@ class ScheduledCollective:
 
     call: Call
     place: Placement | None
-    received: Placement | None
     algorithm: Algorithm
     zero_copy: bool = False
     runs_by: AlgorithmName = field(init=False)
@@ -77,7 +75,6 @@ class Schedule:
             ScheduledCollective(
                 c.call,
                 None if c.buffer is None else plan.placements[c.buffer],
-                None if c.received is None else plan.placements[c.received],
                 c.algorithm,
                 c.zero_copy,
             )

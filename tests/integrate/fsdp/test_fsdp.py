@@ -6,8 +6,6 @@ what must come out.
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from fsdp_conditions import in_flat_buffers
@@ -352,39 +350,12 @@ def test_weights_gathered_as_bytes_of_several_types(two):
     check(two.run(float8))
 
 
-def by_all_to_all(rank, world, prefetch):
-    """Reduce-scatters as an all-to-all into a second placement and a local sum."""
-
-    def look(handle):
-        return [b.op for b in handle.plan.problem.buffers]
-
-    def build():
-        model = shard(Net())
-        if prefetch:
-            blocks = list(model.blocks)
-            for block, after in itertools.pairwise(blocks):
-                block.set_modules_to_forward_prefetch([after])
-                after.set_modules_to_backward_prefetch([block])
-        return model
-
-    return both(build, train, rank, look=look, choose="copy engine")
-
-
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_reduce_scatters_as_an_all_to_all_and_a_sum(two, prefetch):
-    results = two.run(by_all_to_all, prefetch)
-    stats = check(results)
-    assert stats["segment_bytes"] == stats["lower_bound_bytes"]
-    assert all(r["looked"].count("c10d::alltoall_base_") == 4 for r in results)
-
-
 @pytest.mark.parametrize(
     ("program", "args"),
     [
         (plain, ()),
         (mixed, (torch.bfloat16, torch.float32, None)),
         (accumulation, (False, True)),
-        (by_all_to_all, (True,)),
     ],
 )
 def test_where_parameters_cannot_be_placed_gathers_are_flat(two, program, args):

@@ -16,14 +16,12 @@ from test_fsdp import (
     clipping,
     divide_factor,
     mixed,
-    nested,
     offload,
     plain,
-    prefetch,
     several_forwards,
     tied,
 )
-from test_fsdp_divergences import failing_step, holder, uneven_use
+from test_fsdp_divergences import failing_step, uneven_use
 from test_fsdp_setters import SEVERAL_TYPES, own_types, placements, uneven
 from test_fsdp_user import in_backward_optimizer
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -34,33 +32,6 @@ SKIPS = [(0, 2), (0, 2), (0, 1, 2), (0, 1, 2), (0, 1, 2)]
 OTHER_ORDERS = [(0, 1, 2), (0, 1, 2), (2, 1, 0), (0, 0, 1), (0, 1, 2)]
 
 two = pool_of(2)
-
-
-@pytest.mark.parametrize(
-    ("program", "args"),
-    [
-        (mixed, (torch.bfloat16, torch.bfloat16, None)),
-        (mixed, (torch.bfloat16, torch.float32, None)),
-        (accumulation, (True, False)),
-        (prefetch, (2, 2)),
-        (several_forwards, ()),
-        (nested, ()),
-        (failing_step, ()),
-        (uneven_use, (OTHER_ORDERS,)),
-        (uneven_use, (SKIPS,)),
-        (holder, ((0,), True, True)),
-        (holder, ((0, 1), True, False)),
-    ],
-)
-def test_all_to_all_and_sum_in_all_kinds_of_programs(two, program, args):
-    """The sum of two parts is rounded once, as gloo does it, so the bits are the same."""
-    for result in two.run(forced, "copy engine", program, *args):
-        assert result["differences"] == []
-        stats = result["stats"]
-        assert stats["served"] > 0
-        assert stats["plain"] == (3 if args == (SKIPS,) else 0)
-        if program is holder:
-            assert result["intact"]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def errors(rank, world, algorithm, dtype):
 
 
 @pytest.mark.further
-@pytest.mark.parametrize("algorithm", ["push", "placed", "copy engine"])
+@pytest.mark.parametrize("algorithm", ["push", "placed"])
 def test_sums_of_two_ranks_have_the_same_bits(algorithm):
     with RankPool(2) as pool:
         for result in pool.run(fifty, algorithm):
@@ -66,7 +66,7 @@ def test_sums_of_two_ranks_have_the_same_bits(algorithm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["push", "placed", "copy engine"])
+@pytest.mark.parametrize("algorithm", ["push", "placed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_sums_of_more_are_no_further_from_exact_ones(dtype, algorithm):
     with RankPool(3) as pool:

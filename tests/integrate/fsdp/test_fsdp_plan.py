@@ -131,21 +131,6 @@ def test_what_was_left_out_is_explained():
     assert [p.buffer is None for p in stretches[0]] == [False, True]
 
 
-def test_what_an_all_to_all_receives_has_bytes_of_its_own_while_it_runs():
-    plan, stretches = solve(
-        record("+a", "a", "+B", "B", "-B", "-a", "+C", "C", "-C"),
-        algorithm_of=lambda _: Algorithm("copy engine"),
-    )
-    # While B runs there are a's, B's and what B receives.
-    assert plan.peak_bytes == plan.lower_bound_bytes == 3 * 256
-    assert [p.received for p in stretches[0]] == [
-        None,
-        "0001.forward.B.reduce_scatter.received",
-        "0002.forward.C.reduce_scatter.received",
-    ]
-    assert "output (copy engine)" in {b.where for b in plan.problem.buffers}
-
-
 def test_groups_inside_another_share_its_segment_and_others_do_not():
     recording = Recording()
     for site, group in (("a", "world"), ("b", "pair"), ("c", "other")):
