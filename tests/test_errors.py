@@ -18,22 +18,22 @@ from symmplan.errors import SymmplanError
 ALL = [getattr(errors, name) for name in errors.__all__]
 
 
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-def test_the_first_line_stands_alone(kind):
-    error = kind("buffer 'a' has 0 bytes", expected="1 or more", got=0, fix="drop it", buffer="a")
-    first, second, third = str(error).splitlines()
-    assert first == f"{kind.rule}: buffer 'a' has 0 bytes"
-    assert second == "  expected 1 or more; got 0"
-    assert third == "  fix: drop it"
-    assert error.buffer == "a"
-    assert (error.what, error.expected, error.got) == ("buffer 'a' has 0 bytes", "1 or more", 0)
+def test_the_first_line_stands_alone():
+    for kind in ALL:
+        error = kind("'a' has 0 bytes", expected="1 or more", got=0, fix="drop it", buffer="a")
+        first, second, third = str(error).splitlines()
+        assert first == f"{kind.rule}: 'a' has 0 bytes"
+        assert second == "  expected 1 or more; got 0"
+        assert third == "  fix: drop it"
+        assert error.buffer == "a"
+        assert (error.what, error.expected, error.got) == ("'a' has 0 bytes", "1 or more", 0)
 
 
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-def test_each_error_has_a_rule_of_its_own_and_a_docstring(kind):
-    assert kind.__dict__["rule"]
-    assert kind.__doc__
-    assert issubclass(kind, SymmplanError)
+def test_each_error_has_a_rule_of_its_own_and_a_docstring():
+    for kind in ALL:
+        assert kind.__dict__["rule"], kind
+        assert kind.__doc__, kind
+        assert issubclass(kind, SymmplanError)
 
 
 def test_rules_tell_the_errors_apart():
@@ -56,12 +56,12 @@ def test_errors_of_distributed_calls_say_where():
     assert (error.group, error.rank) == ("tp", 0)
 
 
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-def test_errors_survive_a_pipe_whole(kind):
-    error = kind("x", expected=1, got=2, fix="y", group="tp", rank=0, ranks=(0, 1))
-    again = pickle.loads(pickle.dumps(error))
-    assert type(again) is kind
-    assert (str(again), vars(again)) == (str(error), vars(error))
+def test_errors_survive_a_pipe_whole():
+    for kind in ALL:
+        error = kind("x", expected=1, got=2, fix="y", group="tp", rank=0, ranks=(0, 1))
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is kind
+        assert (str(again), vars(again)) == (str(error), vars(error))
 
 
 def test_parts_that_are_not_known_are_left_out():
