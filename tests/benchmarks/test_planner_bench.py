@@ -57,6 +57,7 @@ def test_perfect_packings_are_found(seed):
     assert made.peak_bytes == made.lower_bound_bytes == 1 << 20
 
 
+@pytest.mark.further
 def test_nearly_perfect_packings_stay_close_to_the_bound():
     gaps = []
     for seed in range(3):

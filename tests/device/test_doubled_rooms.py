@@ -166,6 +166,7 @@ def _budgets(rank, world, capacities):
     return found
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 @pytest.mark.all_cases
 def test_measured_pushes_keep_to_any_capacity(two):
@@ -200,6 +201,7 @@ def test_where_there_is_room_for_all_of_it_it_is_measured(two):
         assert NO_ROOM not in dict(stats.reasons)
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 @pytest.mark.all_cases
 def test_a_measurement_takes_nothing_beside_what_the_allocator_has_cached(two):

@@ -255,6 +255,7 @@ def _bound(rank, world, choose):
     return wrong, kept, *_ran()
 
 
+@pytest.mark.further
 @pytest.mark.all_cases
 @pytest.mark.parametrize("choose", GATHERS["nccl"][:2])
 def test_bound_weights_are_gathered_where_they_lie(pair, choose):
@@ -305,6 +306,7 @@ def _pipelined(rank, world, memory):
     return sum("shift" in op for op in ops), state().refused
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("memory", ["nccl", "cuda"])
 def test_pipelined_blocks(pair, memory):
     assert pair.run(on_devices, _pipelined, memory) == [(4, [])] * 2
@@ -345,5 +347,6 @@ def _levels(rank, world):
     return found["differences"], found["stats"]["placed"] > 0, state().refused
 
 
+@pytest.mark.further
 def test_fsdp_in_two_levels(four):
     assert four.run(on_devices, _levels) == [([], True, [])] * 4

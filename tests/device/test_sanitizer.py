@@ -178,6 +178,7 @@ def test_a_view_cannot_be_written_after_reshard():
         assert re.search(r"that is invalid|was resharded", str(outcome.error)), outcome
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 def test_a_program_that_waits_has_none(two):
     assert two.run(_planned, _reads_in_order) == [set(), set()]

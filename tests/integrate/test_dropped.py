@@ -21,7 +21,7 @@ from symmplan.memory import cache, realize
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.process import PROCESS
 
-TIMES = 10
+TIMES = 6
 COUNT = 1 << 16
 
 #: Collectives that torch's flight recorder remembers, 2,000 by default.

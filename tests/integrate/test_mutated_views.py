@@ -162,6 +162,7 @@ def _names():
     return [program.__name__ for program in PROGRAMS]
 
 
+@pytest.mark.further
 def test_sessions_write_views(two):
     assert all(min(served) >= TURNS - 1 for served in two.run(_eager, _names(), {}))
 

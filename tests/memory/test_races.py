@@ -83,6 +83,7 @@ ALGORITHMS = {
 }
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_of_the_six_is_found(pool, name, algorithm):
@@ -387,6 +388,7 @@ def _late_view(rank, world_size, act):
     handle.remove()
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("act", ["zero_", "sum"])
 def test_a_view_of_a_resharded_weight_is_an_error(act):
     with RankPool(2, timeout=40.0) as two:

@@ -178,6 +178,7 @@ def _default_group(rank, world_size):
     return found, bool(said), reasons
 
 
+@pytest.mark.further
 def test_ops_without_a_group_run_over_the_default_group(pool):
     for rank, (found, told, reasons) in enumerate(pool.run(_default_group)):
         own = [float(i + rank) for i in range(3)]

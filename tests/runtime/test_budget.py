@@ -206,6 +206,7 @@ def test_without_a_capacity_it_is_what_the_fullest_rank_has_free(two):
     assert "budget: " in less["looked"]["summary"]
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [*programs.STAGES, *programs.MEASURING])
@@ -231,6 +232,7 @@ def test_fsdp_without_memory_on_one_rank_runs_as_ever(
 # Sessions and graphs.
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 @pytest.mark.parametrize("program", [programs.eager, programs.compiled])
 def test_sessions_and_graphs_keep_to_the_least_budget(two, program):

@@ -213,6 +213,7 @@ def test_a_fault_on_one_host_is_named_on_all(what, moment, integration, kind):
         assert outcome.seconds < 30
 
 
+@pytest.mark.further
 def test_a_host_without_room_makes_all_do_without():
     with HostPool((2, 2), mib=[64, 1], timeout=120.0) as ranks:
         for wrong, placed, reasons in ranks.run(_large):

@@ -136,6 +136,7 @@ def _measured_in_a_graph(rank, size):
     return found
 
 
+@pytest.mark.further
 def test_two_levels_are_measured_in_a_graph(pool):
     for right, measured in pool.run(_measured_in_a_graph):
         assert right

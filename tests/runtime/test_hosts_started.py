@@ -98,6 +98,7 @@ def _overlapped(rank, size, inner):
     return wrong, placed
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_what_was_given_is_free_only_when_a_collective_has_read_it(pool, inner):
     for wrong, placed in pool.run(_overlapped, inner):

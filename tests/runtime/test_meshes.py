@@ -69,6 +69,7 @@ def _mesh_by_rows(rank, size):
 four = pool_of(4, timeout=120.0)
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 @pytest.mark.all_cases
 def test_all_ranks_of_a_mesh_choose_alike(four):

@@ -188,6 +188,7 @@ def test_an_option_that_one_of_two_ranks_has_alone(two, program, option, mine, t
     judge(found, option, mine, theirs, victim)
 
 
+@pytest.mark.further
 @pytest.mark.all_cases
 @pytest.mark.parametrize(
     "program",

@@ -171,6 +171,7 @@ def test_the_root_of_405b_is_demoted_on_a_budget():
     assert "budget: 33.50 GiB wanted, 20 GiB there" in less.plans[0].summary()
 
 
+@pytest.mark.further
 def test_a_program_that_says_how_large_its_world_is_needs_no_more_than_a_number():
     eight, many = (symmplan.simulate(wide, ranks=ranks, rank=ranks - 1) for ranks in (8, 4096))
     assert eight.plans[0].peak_bytes

@@ -76,6 +76,7 @@ def _uneven(rank, size, inner, dynamic, choose):
         backend.release()
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("inner", "dynamic", "choose"),
     [

@@ -160,6 +160,7 @@ def _late(rank, size, inner):
         backend.release()
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_peers_have_read_a_parameter_before_the_program_updates_it(pool, inner):
     for found, barriers, kept in pool.run(_late, inner):

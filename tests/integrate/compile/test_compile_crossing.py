@@ -108,6 +108,7 @@ def _fixed(rank, world_size):
         return _runs(rank, world_size, (1, 0))
 
 
+@pytest.mark.further
 def test_for_cuda_graphs_it_is_copied_back(pool):
     for evacuated, why in pool.run(_fixed):
         assert evacuated == 4
@@ -183,6 +184,7 @@ def _evaluated(rank, world_size):
         backend.release()
 
 
+@pytest.mark.further
 def test_evaluation_between_forward_and_backward(pool):
     first, second = pool.run(_evaluated)
     assert first == second
@@ -315,6 +317,7 @@ def _two_models(rank, world_size):
         backend.release()
 
 
+@pytest.mark.further
 def test_models_that_meet_later_share_and_evacuate(pool):
     for before, ((count, why),) in pool.run(_two_models):
         assert before.segment_bytes == before.crossing_bytes // 2  # one after the other

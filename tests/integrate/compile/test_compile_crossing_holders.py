@@ -224,6 +224,7 @@ def _released(rank, world_size):
     return finite, str(caught.value), backend.stats.evacuated
 
 
+@pytest.mark.further
 def test_release_before_backward(pool):
     for finite, text, evacuated in pool.run(_released):
         assert finite
@@ -311,6 +312,7 @@ def _trained(rank, world_size, inner):
         backend.release()
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_kept_parameters_and_crossing_activations(pool, inner):
     first, second = pool.run(_trained, inner)

@@ -251,6 +251,7 @@ def _waits_elsewhere(rank, world_size, leaves):
             session.step()
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_that_waits_elsewhere_hears_of_it_in_its_next_call(ranks, leaves):

@@ -259,6 +259,7 @@ def test_a_rank_that_is_in_no_session(two, outside):
     assert len(set(two.run(session_again))) == 1
 
 
+@pytest.mark.further
 def test_a_rank_that_made_one_session_less(two):
     (first, total), (second, other) = two.run(one_less)
     assert first == []

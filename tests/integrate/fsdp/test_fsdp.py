@@ -346,6 +346,7 @@ def float8(rank, world):
     return both(build, train, rank)
 
 
+@pytest.mark.further
 def test_weights_gathered_as_bytes_of_several_types(two):
     check(two.run(float8))
 

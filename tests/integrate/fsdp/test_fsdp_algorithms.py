@@ -163,6 +163,7 @@ ADDED = [
 ]
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(("dtypes", "touched", "count"), ADDED)
 def test_sums_are_added_to_gradients_where_these_lie_as_they_were_made(two, dtypes, touched, count):
     for result, counted, same in two.run(added, dtypes, touched):

@@ -95,6 +95,7 @@ def apart(pool, program):
     return found
 
 
+@pytest.mark.further
 @pytest.mark.all_cases
 @pytest.mark.parametrize("program", ["_interleaved", "_parts"])
 def test_models_and_parts_of_one_have_a_plan_each(two, program):

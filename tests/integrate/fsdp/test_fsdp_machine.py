@@ -156,6 +156,7 @@ FOUR = {"ranks": 2, "units": (Unit(),) * 4}
 USUAL = (("train",), ("train",))
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     "then",
     [

@@ -85,6 +85,7 @@ def partial_reshard(rank, world):
     return both(lambda: shard(Net(), reshard_after_forward=2), train, rank, close=1e-5)
 
 
+@pytest.mark.further
 def test_forward_and_backward_may_gather_over_different_groups(four):
     """They share one segment, which meets each of them once: FSDP2 makes one for each module."""
     results = four.run(partial_reshard)

@@ -301,6 +301,7 @@ def deepened(rank, world, keeps):
     return wrong, seen
 
 
+@pytest.mark.further
 def test_a_plan_follows_prefetch_lists_that_get_longer(two):
     for wrong, seen in two.run(deepened, False):
         assert wrong == []
