@@ -109,13 +109,12 @@ def measure(
     met = {name: groups[name] for name in together}
     trials = _Trials(cases, device, _bytes_for(memory, device, met, timeout))
     # Communicators take bytes of a device, so only who may use them gets them.
-    able = {c.group for c in trials.parts if {"copy engine", "push"} & {*c.algorithms}}
-    useless = {*trials.groups} - able
-    used = {name: group for name, group in groups.items() if name not in useless}
-    if used:
+    used = {c.group for c in trials.parts if {"copy engine", "push"} & {*c.algorithms}}
+    able = {n: g for n, g in groups.items() if n in used or n not in trials.groups}
+    if able:
         require_left(device)
     with counting("communicators", device):
-        engines = engines_of(used, memory, timeout)
+        engines = engines_of(able, memory, timeout)
     if not cases or not trials.has_room:
         return not cases
     trials.allocate()

@@ -232,10 +232,9 @@ def apply(
             made; see `Choice`. ``"placed"``, also called ``"symmetric"``: all run in symmetric
             memory, over the model's own groups. ``"copy engine"``: gathers run without kernels if
             the backend has copy engines. ``"push"``: so do reductions: gradients go straight to the
-            rank that sums them.
-            ``"shared push"``: the same into bytes that released parameters had. ``"ordinary"``: all
-            run as FSDP2 runs them. ``"auto"``: measured on devices, placed elsewhere. The path of a
-            ``.json`` file: as measured elsewhere, see `symmplan.simulate`.
+            rank that sums them. ``"shared push"``: the same into bytes that released parameters
+            had. ``"ordinary"``: all run as FSDP2 runs them. ``"auto"``: measured on devices, placed
+            elsewhere. The path of a ``.json`` file: as measured elsewhere, see `symmplan.simulate`.
         capacity: Most bytes that the segments may take on any rank, as a number or as text such as
             ``"40GiB"``. None for what the program has without symmplan, less a tenth: the memory
             that is free when the plan is made, and the memory that the plan replaces. All ranks use

@@ -179,12 +179,12 @@ def why_not_measured(case: Case, device: torch.device) -> str:
 
 def demotables_of(planned: Iterable[Planned], chosen: Chosen[Call]) -> list[Demotable]:
     """What the collectives of a plan have in it, those of one kind and size together."""
-    placed = [p for p in planned if p.buffer is not None]
-    largest: dict[str | None, int] = {}  # who makes a slot as large as it is
-    for p in placed:
-        largest[p.buffer] = max(p.call.nbytes, largest.get(p.buffer, 0))
+    placed = [(p, p.buffer) for p in planned if p.buffer is not None]
+    largest: dict[str, int] = {}  # who makes a slot as large as it is
+    for p, buffer in placed:
+        largest[buffer] = max(p.call.nbytes, largest.get(buffer, 0))
     demotables = []
-    for p in placed:
+    for p, buffer in placed:
         call, algorithm, choice = p.call, p.algorithm.name, chosen.of.get(p.call)
         less: dict[AlgorithmName, float] = {"ordinary": 0.0}
         known: dict[AlgorithmName, float] = {}
@@ -195,7 +195,6 @@ def demotables_of(planned: Iterable[Planned], chosen: Chosen[Call]) -> list[Demo
             share = call.nbytes / (2 * call.pushed_bytes)
             less = {"symmetric": share, "shared push": 0.0, "ordinary": 0.0}
             known = {"shared push": MEETING}
-        buffers = {b for b in (p.buffer,) if b and call.nbytes >= largest[b]}
         demotables.append(
             Demotable(
                 key=chosen.cases[call],
@@ -203,7 +202,7 @@ def demotables_of(planned: Iterable[Planned], chosen: Chosen[Call]) -> list[Demo
                 algorithm=algorithm,
                 calls=1,
                 nbytes=call.nbytes,
-                buffers=frozenset(buffers),
+                buffers=frozenset({buffer} if call.nbytes >= largest[buffer] else ()),
                 less=less,
                 known=known,
                 seconds=seconds,
