@@ -71,6 +71,7 @@ class DeviceMemory:
         allocated: Bytes of these that tensors have.
         most_allocated: The most that they had so far.
         total: Bytes of the device.
+        retries: How often torch's allocator has given back what it had cached to go on.
         allocations: How many blocks it has allocated.
     """
 
@@ -80,6 +81,7 @@ class DeviceMemory:
     allocated: int = 0
     most_allocated: int = 0
     total: int = 0
+    retries: int = 0
     allocations: int = 0
 
 

@@ -172,6 +172,7 @@ class CudaDevice(Device):
             allocated,
             most_allocated,
             total,
+            retries=int(known.get("num_alloc_retries", 0)),
             allocations=int(known.get("allocation.all.allocated", 0)),
         )
 

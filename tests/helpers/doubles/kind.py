@@ -98,6 +98,7 @@ class DoubledDevice(Device):
             there.allocated,
             there.most_allocated,
             total=there.total,
+            retries=there.retries,
             allocations=there.allocations,
         )
 
