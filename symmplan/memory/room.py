@@ -24,7 +24,7 @@
     than what a faster algorithm gains. So a plan that leaves nothing out and takes as few bytes as
     it can may take the room for fragments, too, if replays in the bytes that there are say that
     later steps fit and retry no more often than without it. Where nothing was noted, it may if
-    tensors fit.
+    tensors fit, and has to if the allocator retried more than once in the recorded step.
 """
 
 from __future__ import annotations

@@ -280,6 +280,32 @@ def test_where_the_allocator_would_retry_a_plan_takes_as_few_bytes_as_it_can(two
         assert (stats.segment_bytes == whole) == (retries > 0)
 
 
+def _retrying(rank, world, retries):
+    """A model in whose first step torch's allocator retries so often, on one rank."""
+    before, first = torch.nn.Linear.forward, []
+
+    def forward(layer, x):
+        if rank == 1 and not first:
+            state().device.retries += retries
+        first.append(layer)
+        return before(layer, x)
+
+    with _pushes_are_fastest(), mock.patch.object(torch.nn.Linear, "forward", forward):
+        return _trained(rank, world, "measure")[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+@pytest.mark.parametrize("retries", [0, 1, 2, 30])
+def test_where_no_history_is_kept_retries_of_the_recorded_step_decide(two, retries):
+    """Once may have been for what an earlier program left in its cache."""
+    whole = 2 * 4 * MiB
+    run = functools.partial(_retrying, retries=retries)
+    for stats in two.run(on_devices, run):
+        assert (stats.served, stats.plain) == (2 * 3 * 3, 0)
+        assert (stats.segment_bytes == whole) == (retries > 1)
+
+
 def _replayed(rank, world, choose, without):
     """A model whose plan does not count as small: what its history allows, and what it takes."""
     import torch.distributed as dist

@@ -245,8 +245,8 @@ class Planning:
             return None
         nbytes = made.plan.peak_bytes + made.beyond(memory.preparation.memory)
         means = made.algorithms(first)
-        found = memory.program.filled(nbytes, means, memory.device, memory.groups)
-        full, fits = found or (False, whole <= room.whole)
+        program, fits = memory.program, whole <= room.whole
+        full, fits = program.filled(nbytes, means, memory.device, memory.groups, fits=fits)
         if full or whole > free.nbytes:
             return whole if fits else 0
         return None if places else 0

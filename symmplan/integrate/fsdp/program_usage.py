@@ -43,7 +43,8 @@ class ProgramUsage:
         # The recording by which that is known, and what torch's allocator has for it.
         self._looked: Recording | None = None
         self._reserved: Reserved | None = None
-        self._most = 0
+        self._most = self._retries = 0
+        self._retried = False
         self._allocations = Allocations()
 
     def look(self, recording: Recording, device: torch.device, *, own: bool = False) -> None:
@@ -61,7 +62,7 @@ class ProgramUsage:
         if there is not None:
             most = most_lately(there, self._most, self)
             if not recording.moments:
-                most = there.allocated
+                most, self._retries = there.allocated, there.retries
                 self._allocations.begin(device)
             self._most = max(self._most, there.most_allocated)
             now = len(recording.events), there.allocated, most, own, there.allocations
@@ -85,6 +86,8 @@ class ProgramUsage:
         need, peak, slack = needed(recording, unsharded)
         most = there.most_reserved + max(0, peak - self._most)
         self._usage = Usage(need, most, slack)
+        # Once may have been for what an earlier program left in the cache.
+        self._retried = there.retries > self._retries + 1
         held, allocations = self._allocations.end()
         if allocations:
             reserved = Reserved(recording, held, allocations, unsharded)
@@ -154,7 +157,9 @@ class ProgramUsage:
         algorithms: Sequence[AlgorithmName],
         device: torch.device,
         groups: Mapping[str, Any],
-    ) -> tuple[bool, bool] | None:
+        *,
+        fits: bool,
+    ) -> tuple[bool, bool]:
         """Whether the program fills its device, and whether it goes on as well with a plan.
 
         It fills it if torch's allocator has to give back its cache to go on. With a plan it goes on
@@ -167,22 +172,23 @@ class ProgramUsage:
             algorithms: As for `Reserved.more`.
             device: The device.
             groups: ``{name: process group}``.
+            fits: Whether tensors and the plan fit. Where it is not known what the allocator does,
+                that decides, and whether it retried more than once in the recorded step.
 
         Returns:
-            None where it is not known what the allocator does. On all ranks the same: whether any
-            fills its device, and whether all go on as well.
+            Whether the program fills its device on any rank, and goes on as well on all.
 
-        Collective: yes, over those groups, where it is known.
+        Collective: yes, over those groups.
         """
-        reserved, there = self._reserved, device_memory(device)
-        if reserved is None or there is None:
-            return None
-        most = there.free + there.reserved
-        plain = reserved.all_retries(["ordinary"] * len(algorithms), most, LEFT)
-        planned = reserved.all_retries(algorithms, most, LEFT, plan=nbytes)
-        said = int(not plain), int(planned < math.inf and planned <= plain)
-        empty, fits = least("full devices", said, groups, self._timeout)
-        return not empty, fits > 0
+        reserved, there, full = self._reserved, device_memory(device), self._retried
+        if reserved is not None and there is not None:
+            most = there.free + there.reserved
+            plain = reserved.all_retries(["ordinary"] * len(algorithms), most, LEFT)
+            planned = reserved.all_retries(algorithms, most, LEFT, plan=nbytes)
+            full, fits = plain > 0, planned < math.inf and planned <= plain
+        said = int(not full), int(fits)
+        empty, all_fit = least("full devices", said, groups, self._timeout)
+        return not empty, all_fit > 0
 
     def end(self) -> None:
         """Nobody plans the program. Collective: no."""
