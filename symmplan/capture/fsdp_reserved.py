@@ -15,8 +15,8 @@
     differ, so a device may have some more than is foreseen.
 
     On a device that is nearly full the allocator gives back its cache to go on, whatever the
-    program does. There a replay in as many bytes as there are says whether later steps fit, and how
-    often the allocator retries.
+    program does. There replays in as many bytes as there are, and in fewer, say whether later steps
+    fit, and how often the allocator retries.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Reserved"]
 
-#: How many steps after the first are replayed in so many bytes: fragments differ from step to step.
+#: How many steps after the second are replayed in so many bytes: fragments differ from one to the
+#: next.
 _STEPS = 3
-#: Into how many parts bytes are divided that something else may take.
+#: Into how many parts bytes are divided that something else may take. Devices of up to twice as
+#: many bytes less are tried.
 _TRIED = 4
 
 
@@ -162,22 +164,48 @@ class Reserved:
             self._known[key] = self._replayed(key)
         return self._known[key] - self._without
 
-    def all_retries(
-        self, algorithms: Sequence[AlgorithmName], limit: int, left: int, *, plan: int = 0
-    ) -> float:
-        """The sum of `retries` for several limits, from ``limit`` bytes to ``left`` less."""
-        if not self.retries(algorithms, limit - left, plan=plan):
-            return 0
-        limits = (limit - n * left // _TRIED for n in range(_TRIED + 1))
-        return sum(self.retries(algorithms, limit, plan=plan) for limit in limits)
+    def goes_on(
+        self, algorithms: Sequence[AlgorithmName], limit: int, left: int, *, plan: int
+    ) -> tuple[bool, bool]:
+        """Whether the program fills its device, and whether it goes on as well with a plan.
+
+        It fills it if the allocator has to give back its cache to go on. With a plan it goes on as
+        well if that is no more often, and if the program needs no larger device than without. How
+        blocks lie next to each other differs with each byte, so devices of several sizes are tried.
+
+        Args:
+            algorithms: As for `more`.
+            limit: Bytes that the driver has for the allocator and for the plan.
+            left: How many of these something else may take.
+            plan: Those that the plan takes after the first step.
+        """
+        plain = planned = 0.0
+        ordinary: list[AlgorithmName] = ["ordinary"] * len(algorithms)
+        least = limit - 2 * left
+        if not (self.retries(ordinary, least) or self.retries(algorithms, least, plan=plan)):
+            return False, True
+        for number in range(2 * _TRIED + 1):
+            tried = limit - number * left // _TRIED
+            without = self.retries(ordinary, tried)
+            within = self.retries(algorithms, tried, plan=plan)
+            if number == 0 or without < math.inf:
+                if within == math.inf:
+                    return plain + without > 0, False
+            else:
+                plain = math.inf
+                break
+            if number <= _TRIED:
+                plain, planned = plain + without, planned + within
+        return plain > 0, planned <= plain
 
     def retries(self, algorithms: Sequence[AlgorithmName], limit: int, *, plan: int = 0) -> float:
-        """How often the allocator gives back its cache to go on, in some steps after the first.
+        """How often the allocator gives back its cache to go on, in some steps after the second.
 
         Args:
             algorithms: As for `more`; in the first step all are ordinary.
             limit: Bytes that the driver has for it and for the plan.
-            plan: Those that the plan takes after the first step.
+            plan: Those that the plan takes after the first step, if any. Then the allocator has
+                given back its cache.
 
         Returns:
             Infinity if the steps do not fit.
@@ -186,9 +214,13 @@ class Reserved:
         try:
             blocks = self._begun(allocator)
             self._replay(allocator, blocks, self._first, ["ordinary"] * len(algorithms))
-            if allocator.reserved > limit - plan:
+            if plan:
                 allocator.empty()
-            allocator.limit, before = limit - plan, allocator.retries
+            if allocator.reserved > limit - plan:
+                return math.inf
+            allocator.limit = limit - plan
+            self._replay(allocator, blocks, self._second, algorithms)
+            before = allocator.retries
             for _ in range(_STEPS):
                 self._replay(allocator, blocks, self._second, algorithms)
         except MemoryError:

@@ -22,8 +22,8 @@
     them are placed retry allocations less often than those of FSDP2 alone, and steps in which some
     are placed more often. Each byte more that a plan takes adds to the retries, which cost more
     than what a faster algorithm gains. So a plan that leaves nothing out and takes as few bytes as
-    it can may take the room for fragments, too, if replays in the bytes that there are say that
-    later steps fit and retry no more often than without it. Where nothing was noted, it may if
+    it can may take the room for fragments, too, if replays say that the program then needs no
+    larger device than without it, and retries no more often. Where nothing was noted, it may if
     tensors fit, and has to if the allocator retried more than once in the recorded step.
 """
 

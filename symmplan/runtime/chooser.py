@@ -9,16 +9,18 @@ A case is measured once in a process, see [Note: who measures] in `symmplan.runt
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 from concurrent import futures
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import torch
 from attrs import evolve, field, frozen
 
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
+from symmplan.device import device_of
 from symmplan.memory.beyond import counting
 from symmplan.memory.device_memory import empty_cache
 from symmplan.memory.torch_symm import SPLIT_WORDS
@@ -27,12 +29,10 @@ from symmplan.runtime.choice import DEMOTED, NO_ROOM
 from symmplan.runtime.engines import asked, known_of, require
 from symmplan.runtime.trials import all_slowest, choices_of, chosen_by, measure
 from symmplan.runtime.tuning_table import ruled
-from symmplan.torch_private import c10d
+from symmplan.torch_private import c10d, dispatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    import torch
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from symmplan.model import AlgorithmName
     from symmplan.runtime.cases import Case
@@ -114,6 +114,7 @@ def choose_algorithms(
     memory: str = "",
     gather: Callable[[Mapping[str, Any]], object] = lambda _: None,
     planned: Mapping[str, Any] = MappingProxyType({}),
+    traces: bool = True,
 ) -> Chosen[_Call]:
     """Decide how the collectives of a program run.
 
@@ -126,6 +127,7 @@ def choose_algorithms(
         gather: Waits until all ranks of the groups it is given have come to measure.
         planned: ``{name: process group}`` of those over which the plan is agreed, whatever is
             chosen.
+        traces: Whether the caller may be tracing a program.
 
     Raises:
         AgreementError: The ranks have other collectives; raised on all of them.
@@ -155,7 +157,8 @@ def choose_algorithms(
         return Chosen(fixed)  # without torch.distributed there is no other way
     if current() is None:
         new, most = _unmeasured(cases.values(), groups) if choose == "measure" else ([], {})
-        _learn(new, most, groups, planned, device, preparation, memory, gather)
+        where = _apart(device) if traces else _here(device)
+        _learn(new, most, groups, planned, device, preparation, memory, gather, where)
         if preparation.refusal is not None:
             algorithms = dict.fromkeys(cases, Algorithm("ordinary", preparation.reason))
             return Chosen({**fixed, **algorithms}, **known)
@@ -216,6 +219,7 @@ def _learn(
     preparation: Preparation,
     memory: str,
     gather: Callable[[Mapping[str, Any]], object],
+    where: contextlib.AbstractContextManager[Callable[..., Any]],
 ) -> None:
     """Measure new cases, and set up copy engines for groups that have not been asked for them.
 
@@ -236,27 +240,48 @@ def _learn(
     together = {**known, **planned, **ask} if program else ask
     if not ask and (not planned or len(together) < 2):
         return
-    # In a thread of its own: this one may be tracing, on fake tensors, and work that it starts may
-    # need its interpreter lock to end.
-    with futures.ThreadPoolExecutor(1) as thread:
+    with where as run:
 
         def measured() -> None:
             if preparation.refusal is not None:
                 return
-            timeout = preparation.options.timeout
-            given = functools.partial(measure, memory=memory, device=device, timeout=timeout)
+            given = {"memory": memory, "device": device, "timeout": preparation.options.timeout}
             with counting("trials", device):
-                if ask and thread.submit(given, new, ask).result():
+                if ask and run(measure, new, ask, **given):
                     if new:  # what they were measured on is not the program's
-                        thread.submit(empty_cache, device).result()
+                        run(empty_cache, device)
                 elif ask:
                     for case in new:
                         choices_of(groups[case.group])[case] = _unmeasurable(case)
             if len(together) > 1:
-                _settle(program, groups, together, device, timeout)
+                _settle(program, groups, together, device, timeout=preparation.options.timeout)
 
-        thread.submit(gather, together).result()
+        run(gather, together)
         preparation.attempt(measured, together)
+
+
+@contextlib.contextmanager
+def _apart(device: torch.device) -> Iterator[Callable[..., Any]]:
+    """What runs a function in a thread of its own.
+
+    This one may be tracing, on fake tensors, and work that it starts may need its interpreter lock
+    to end. But cuBLAS has a handle for each thread that multiplies matrices, and torch a workspace
+    for each handle, of 32 MiB on an H100: neither is ever given back.
+    """
+    start = device_of(device).set_current
+    with futures.ThreadPoolExecutor(1, initializer=start) as thread:
+        yield lambda act, *args, **kwargs: thread.submit(act, *args, **kwargs).result()
+
+
+@contextlib.contextmanager
+def _here(device: torch.device) -> Iterator[Callable[..., Any]]:
+    """What runs a function in this thread, whatever the program has set for its own work."""
+    with (
+        dispatch.no_modes(),
+        torch.inference_mode(mode=False),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield lambda act, *args, **kwargs: act(*args, **kwargs)
 
 
 def _unmeasurable(case: Case) -> Choice:

@@ -28,7 +28,7 @@ from attrs import evolve
 
 from symmplan.coordination.all_gather import all_gather_json, leaders, least
 from symmplan.coordination.own import own_work
-from symmplan.device import device_of, kind_of
+from symmplan.device import kind_of
 from symmplan.errors import AgreementError
 from symmplan.memory.beyond import counting
 from symmplan.memory.cache import borrowed
@@ -97,7 +97,6 @@ def measure(
 
     Collective: yes, over those groups.
     """
-    device_of(device).set_current()
     leader = leaders(groups)
     together: dict[str, list[Case]] = {name: [] for name in dict.fromkeys(leader.values())}
     for case in cases:

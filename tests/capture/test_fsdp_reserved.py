@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -173,20 +174,65 @@ def test_a_replay_retries_as_often_as_the_program_would(layers, data, had, short
     def retries():
         program = _Program(layers, (), had)
         program.allocator.limit = limit
-        for algorithms in ((), chosen, chosen, chosen):
+        for number, algorithms in enumerate(((), chosen, chosen, chosen, chosen)):
             program.algorithms, program.recording = algorithms, Recording()
             program.step()
-            if not algorithms:
-                before = program.allocator.retries
-                if program.allocator.reserved > limit - plan:
+            if number == 0:
+                if plan:
                     program.allocator.empty()
+                if program.allocator.reserved > limit - plan:
+                    return math.inf
                 program.allocator.limit -= plan
+            elif number == 1:
+                before = program.allocator.retries
         return program.allocator.retries - before
 
     try:
         assert reserved.retries(chosen, limit, plan=plan) == retries()
     except MemoryError:
         assert reserved.retries(chosen, limit, plan=plan) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("planned", "plain", "found"),
+    [
+        (0, 0, (False, True)),
+        (3, 3, (True, True)),
+        (4, 3, (True, False)),
+        (math.inf, 3, (True, False)),
+        (math.inf, math.inf, (True, False)),
+        (2, math.inf, (True, True)),
+    ],
+)
+def test_a_full_device_is_one_on_which_the_allocator_retries(planned, plain, found):
+    said = {"ordinary": lambda _: plain, "symmetric": lambda _: planned}
+    assert _goes_on(said) == found
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(1, 5))
+def test_a_planned_program_needs_no_larger_device(planned, plain, retries):
+    """Each fits in so many of the devices that are tried, the largest first."""
+    fits = {"ordinary": plain, "symmetric": planned}
+    said = {
+        name: lambda number, most=most: retries if number < most else math.inf
+        for name, most in fits.items()
+    }
+    full, as_well = _goes_on(said)
+    assert full
+    assert as_well == (planned > 0 and planned >= plain)
+
+
+def _goes_on(said):
+    """What `goes_on` finds by retries on the devices of 9 sizes."""
+    reserved, recorded = _reserved([(20, 10, 0)])
+    calls = len(recorded.recording.collectives)
+
+    def retries(_, algorithms, limit, *, plan=0):
+        assert (plan > 0) == ("symmetric" in algorithms)
+        return said[algorithms[0]]((100 - limit) // 10)
+
+    with mock.patch.object(Reserved, "retries", retries):
+        return reserved.goes_on(["symmetric"] * calls, 100, 40, plan=1)
 
 
 def test_what_a_step_leaves_behind_is_there_in_the_next_one():

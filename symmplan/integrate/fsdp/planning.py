@@ -197,7 +197,7 @@ class Planning:
             left_out |= dict.fromkeys(cases, NO_ROOM)
             cases = {}
         given = (cases, left_out, device, preparation)
-        chosen = choose_algorithms(*given, planned=memory.groups)
+        chosen = choose_algorithms(*given, planned=memory.groups, traces=False)
         self.choices = tuple(dict.fromkeys((*self.choices, *chosen.choices)))
         return chosen, limit
 
@@ -243,7 +243,8 @@ class Planning:
         timeout = self._options.timeout
         if not all_agree("a whole plan", [whole, places], memory.groups, timeout):
             return None
-        nbytes = made.plan.peak_bytes + made.beyond(memory.preparation.memory)
+        engines = {call.group for call, case in cases.items() if "copy engine" in case.algorithms}
+        nbytes = made.plan.peak_bytes + made.beyond(memory.preparation.memory, engines)
         means = made.algorithms(first)
         program, fits = memory.program, whole <= room.whole
         full, fits = program.filled(nbytes, means, memory.device, memory.groups, fits=fits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from attrs import evolve
@@ -162,18 +161,15 @@ class ProgramUsage:
     ) -> tuple[bool, bool]:
         """Whether the program fills its device, and whether it goes on as well with a plan.
 
-        It fills it if torch's allocator has to give back its cache to go on. With a plan it goes on
-        as well if later steps fit and retry no more often than without. How blocks lie next to each
-        other differs with each byte, so several numbers of bytes that something else may take are
-        tried.
+        `Reserved.goes_on` says it where it is known what torch's allocator does.
 
         Args:
-            nbytes: Bytes of the plan, and of its communicators and windows.
+            nbytes: Bytes of the plan, and what it takes beyond its segments.
             algorithms: As for `Reserved.more`.
             device: The device.
             groups: ``{name: process group}``.
-            fits: Whether tensors and the plan fit. Where it is not known what the allocator does,
-                that decides, and whether it retried more than once in the recorded step.
+            fits: Whether tensors and the plan fit. Elsewhere that decides, and whether the
+                allocator retried more than once in the recorded step.
 
         Returns:
             Whether the program fills its device on any rank, and goes on as well on all.
@@ -183,9 +179,7 @@ class ProgramUsage:
         reserved, there, full = self._reserved, device_memory(device), self._retried
         if reserved is not None and there is not None:
             most = there.free + there.reserved
-            plain = reserved.all_retries(["ordinary"] * len(algorithms), most, LEFT)
-            planned = reserved.all_retries(algorithms, most, LEFT, plan=nbytes)
-            full, fits = plain > 0, planned < math.inf and planned <= plain
+            full, fits = reserved.goes_on(algorithms, most, LEFT, plan=nbytes)
         said = int(not full), int(fits)
         empty, all_fit = least("full devices", said, groups, self._timeout)
         return not empty, all_fit > 0
