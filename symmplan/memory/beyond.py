@@ -31,16 +31,12 @@ if TYPE_CHECKING:
 __all__ = ["beyond_segments", "counting", "expected_beyond"]
 
 #: What NCCL 2.28.9 takes on an H100 of two: for a communicator of copy engines, for a segment that
-#: is registered with one, for each rendezvous, and for all trials. See ``docs/benchmarks.md``.
-_COMMUNICATOR, _WINDOW, _RENDEZVOUS, _TRIALS = 10 << 20, 36 << 20, 38 << 20, 66 << 20
+#: is registered with one, and for each rendezvous. See ``docs/benchmarks.md``.
+_COMMUNICATOR, _WINDOW, _RENDEZVOUS = 10 << 20, 36 << 20, 38 << 20
 
 
 def expected_beyond(
-    memory: str,
-    segments: Iterable[Collection[str]],
-    engines: Collection[str],
-    *,
-    measured: bool = False,
+    memory: str, segments: Iterable[Collection[str]], engines: Collection[str]
 ) -> int:
     """Bytes of a device that a backend's communicators, windows and rendezvous take.
 
@@ -48,13 +44,12 @@ def expected_beyond(
         memory: Name of the memory backend.
         segments: Names of the groups over which each segment is reached.
         engines: Names of the groups of which copy engines run some collective.
-        measured: Whether what trials leave counts.
 
     Collective: no.
     """
     if memory != "nccl":
         return 0
-    nbytes = len(engines) * _COMMUNICATOR + measured * _TRIALS
+    nbytes = len(engines) * _COMMUNICATOR
     for groups in segments:
         nbytes += len(groups) * _RENDEZVOUS + len({*engines} & {*groups}) * _WINDOW
     return nbytes

@@ -243,8 +243,7 @@ class Planning:
         timeout = self._options.timeout
         if not all_agree("a whole plan", [whole, places], memory.groups, timeout):
             return None
-        engines = {call.group for call, case in cases.items() if "copy engine" in case.algorithms}
-        nbytes = made.plan.peak_bytes + made.beyond(memory.preparation.memory, engines)
+        nbytes = made.plan.peak_bytes + made.beyond(memory.preparation.memory)
         means = made.algorithms(first)
         program, fits = memory.program, whole <= room.whole
         full, fits = program.filled(nbytes, means, memory.device, memory.groups, fits=fits)

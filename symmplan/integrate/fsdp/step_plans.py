@@ -14,7 +14,7 @@ from symmplan.model import Alternative
 from symmplan.planner.parameters import plan_with_parameters, without_room
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from symmplan.capture.fsdp import Planned
     from symmplan.capture.fsdp_recording import Call, Recording
@@ -55,17 +55,9 @@ class StepPlan:
         placed = (p for stretch in self.stretches for p in stretch if p.buffer is not None)
         return frozenset(p.call.group for p in placed if p.algorithm.name == "copy engine")
 
-    def beyond(self, memory: str, measured: Collection[str] | None = None) -> int:
-        """Bytes of its communicators and windows.
-
-        Args:
-            memory: Name of the memory backend.
-            measured: Names of the groups of which copy engines are timed before; None if nothing
-                is. What that leaves counts, too, and any of them may then run by copy engines.
-        """
-        engines = self.by_engines if measured is None else measured
-        segments, trials = [s.groups for s in self.plan.segments], measured is not None
-        return expected_beyond(memory, segments, engines, measured=trials)
+    def beyond(self, memory: str) -> int:
+        """Bytes of its communicators and windows, with a memory backend."""
+        return expected_beyond(memory, [s.groups for s in self.plan.segments], self.by_engines)
 
     def algorithms(self, collectives: Sequence[Call]) -> list[AlgorithmName]:
         """How each collective of the first recording runs."""
