@@ -34,7 +34,7 @@ import torch.distributed as dist
 from attrs import evolve
 from fsdp_conditions import Hoard, flat, holding, in_order_of_ranks
 from fsdp_models import Trace, differences
-from fsdp_programs import Program, Unit, built, drawn
+from fsdp_programs import Program, Unit, built, drawn, groups_of_its_own
 from fsdp_pushed import drawn_pushed
 from fsdp_reads import drawn_reading
 from ranks import RankPool, RanksFailed
@@ -138,6 +138,7 @@ def compared(rank, world, program):
         return actor.done
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(groups_of_its_own(program))
         if not kind_of(torch.device("cpu")).is_accelerator:  # a double: two ranks, any order
             stack.enter_context(in_order_of_ranks())
         stack.enter_context(holding(keep))
