@@ -14,6 +14,7 @@ import torch
 from doubles import on_devices, state
 from doubles.network import BYTES, RESTRICTED, WINDOW
 from ranks import pool_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import symmplan
 from symmplan.memory.room import Room
@@ -353,3 +354,54 @@ def test_a_plan_takes_no_more_than_the_history_of_the_allocator_allows(two, choo
     assert unknown is None
     # Pushes have slots, and keep gradients until they are over.
     assert taken == more if choose == "symmetric" else taken < more
+
+
+class _Products(TorchDispatchMode):
+    """The matrix products that a program's own mode sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._overloadpacket is torch.ops.aten.mm:
+            self.sizes.add((args[0].shape, args[1].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def _set(rank, world, steps):
+    """A model that is measured in the midst of what a program has set: what ran, what it saw."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(3)))
+    for module in (*model, model):
+        fully_shard(module, mesh=dist.init_device_mesh("cpu", (world,)))
+    handle = symmplan.fsdp.apply(model, choose="measure", timeout=30.0)
+    x, made, products = torch.full((4, 1024), float(rank)), [], _Products()
+    for trains in steps:
+        with (
+            torch.inference_mode(mode=not trains),
+            torch.autocast("cpu", dtype=torch.bfloat16),
+            products,
+        ):
+            loss = model(x).float().square().mean()
+            if trains:
+                loss.backward()
+        made.append(float(loss.detach()))
+    found = made, products.sizes, {choice.op for choice in handle.choices}
+    handle.remove()
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_what_a_program_has_set_does_not_reach_into_measurements(two, evaluates):
+    """Trials run in its thread, before the second step; parameters stay as they are."""
+    for made, seen, measured in two.run(on_devices, _set, (True, not evaluates, True, True)):
+        assert measured == {"all_gather", "reduce_scatter"}
+        assert len(made) == 4
+        assert len({*made}) == 1
+        assert all(1024 in (*left, *right) for left, right in seen)
