@@ -188,12 +188,10 @@ class Reserved:
             tried = limit - number * left // _TRIED
             without = self.retries(ordinary, tried)
             within = self.retries(algorithms, tried, plan=plan)
-            if number == 0 or without < math.inf:
-                if within == math.inf:
-                    return plain + without > 0, False
-            else:
-                plain = math.inf
+            if number and without == math.inf:
                 break
+            if within == math.inf:
+                return plain + without > 0, False
             if number <= _TRIED:
                 plain, planned = plain + without, planned + within
         return plain > 0, planned <= plain

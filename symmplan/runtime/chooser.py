@@ -245,7 +245,8 @@ def _learn(
         def measured() -> None:
             if preparation.refusal is not None:
                 return
-            given = {"memory": memory, "device": device, "timeout": preparation.options.timeout}
+            timeout = preparation.options.timeout
+            given = {"memory": memory, "device": device, "timeout": timeout}
             with counting("trials", device):
                 if ask and run(measure, new, ask, **given):
                     if new:  # what they were measured on is not the program's
@@ -254,7 +255,7 @@ def _learn(
                     for case in new:
                         choices_of(groups[case.group])[case] = _unmeasurable(case)
             if len(together) > 1:
-                _settle(program, groups, together, device, timeout=preparation.options.timeout)
+                _settle(program, groups, together, device, timeout)
 
         run(gather, together)
         preparation.attempt(measured, together)

@@ -222,6 +222,14 @@ def test_a_planned_program_needs_no_larger_device(planned, plain, retries):
     assert as_well == (planned > 0 and planned >= plain)
 
 
+def test_retries_count_where_the_program_fits_without_a_plan():
+    said = {
+        "ordinary": lambda number: 3 if number < 2 else math.inf,
+        "symmetric": lambda _: 4,
+    }
+    assert _goes_on(said) == (True, False)
+
+
 def _goes_on(said):
     """What `goes_on` finds by retries on the devices of 9 sizes."""
     reserved, recorded = _reserved([(20, 10, 0)])
