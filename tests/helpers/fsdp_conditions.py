@@ -9,6 +9,7 @@ import os
 import fsdp_models
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from symmplan.device import device_of
 from symmplan.torch_private.c10d import premul_factor
@@ -187,3 +188,18 @@ def in_order_of_ranks():
     finally:
         for name, own in before.items():
             setattr(dist, name, own)
+
+
+@contextlib.contextmanager
+def groups_of_its_own():
+    """On the CPU the process groups that are made inside end with it, on all ranks.
+
+    Each has a loop of gloo's that looks at its sockets 100 times a second.
+    """
+    before = {*distributed_c10d._world.pg_map}
+    yield
+    if fsdp_models.DEVICE[0] != "cpu":
+        return
+    dist.barrier()
+    for group in [g for g in distributed_c10d._world.pg_map if g not in before]:
+        dist.destroy_process_group(group)

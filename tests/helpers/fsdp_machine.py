@@ -32,9 +32,9 @@ import fsdp_acts
 import torch
 import torch.distributed as dist
 from attrs import evolve
-from fsdp_conditions import Hoard, flat, holding, in_order_of_ranks
+from fsdp_conditions import Hoard, flat, groups_of_its_own, holding, in_order_of_ranks
 from fsdp_models import Trace, differences
-from fsdp_programs import Program, Unit, built, drawn, groups_of_its_own
+from fsdp_programs import Program, Unit, built, drawn, mesh_of
 from fsdp_pushed import drawn_pushed
 from fsdp_reads import drawn_reading
 from ranks import RankPool, RanksFailed
@@ -138,7 +138,8 @@ def compared(rank, world, program):
         return actor.done
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(groups_of_its_own(program))
+        mesh_of(program.ranks, hybrid=program.hybrid)  # which later programs have, too
+        stack.enter_context(groups_of_its_own())
         if not kind_of(torch.device("cpu")).is_accelerator:  # a double: two ranks, any order
             stack.enter_context(in_order_of_ranks())
         stack.enter_context(holding(keep))

@@ -5,19 +5,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 import re
 
 import attrs
 import torch
-import torch.distributed as dist
 from attrs import evolve, frozen
 from fsdp_models import DEVICE, DIM
 from gathered_weights import InBytes, weighted
 from torch import nn
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -418,27 +415,11 @@ class Model(nn.Module):
 
 
 @functools.cache
-def _mesh(ranks, *, hybrid):
+def mesh_of(ranks, *, hybrid):
     if hybrid:
         names = ("replicate", "shard")
         return init_device_mesh(DEVICE[0], (2, ranks // 2), mesh_dim_names=names)
     return init_device_mesh(DEVICE[0], (ranks,))
-
-
-@contextlib.contextmanager
-def groups_of_its_own(program):
-    """On the CPU the process groups that FSDP2 makes for a program's modules end with it.
-
-    Each has a loop of gloo's that looks at its sockets 100 times a second.
-    """
-    _mesh(program.ranks, hybrid=program.hybrid)
-    before = {*distributed_c10d._world.pg_map}
-    yield
-    if DEVICE[0] != "cpu":
-        return
-    dist.barrier()
-    for group in [g for g in distributed_c10d._world.pg_map if g not in before]:
-        dist.destroy_process_group(group)
 
 
 def built(program):
@@ -449,7 +430,7 @@ def built(program):
         return MixedPrecisionPolicy(*(None if t is None else getattr(torch, t) for t in types))
 
     usual = policy(program.param, program.reduce)
-    options = {"mesh": _mesh(program.ranks, hybrid=program.hybrid), "mp_policy": usual}
+    options = {"mesh": mesh_of(program.ranks, hybrid=program.hybrid), "mp_policy": usual}
     for block in model.blocks:
         unit = block._unit
         types = [
