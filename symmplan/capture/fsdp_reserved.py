@@ -10,9 +10,11 @@
     Their difference is what such a plan may take, if the program is to have no more than before.
 
     Which allocations are FSDP2's own is known by their number: the device was looked at before and
-    after FSDP2 alone allocated. A second step follows that finds the blocks of the first, and what
-    that leaves behind, such as the state of an optimizer. From one step to the next fragments may
-    differ, so a device may have some more than is foreseen.
+    after FSDP2 alone allocated. In the recorded step FSDP2 has its buffers, and what the step
+    leaves behind, such as the state of an optimizer, comes to lie in blocks between them. Before it
+    obtains segments the allocator gives back what is free as a whole. So a second step is replayed
+    in what is left of the first. From one step to the next fragments may differ, so a device may
+    have some more than is foreseen.
 
     On a device that is nearly full the allocator gives back its cache to go on, whatever the
     program does. There replays in as many bytes as there are, and in fewer, say whether later steps
@@ -226,9 +228,13 @@ class Reserved:
         return allocator.retries - before
 
     def _replayed(self, algorithms: Sequence[AlgorithmName]) -> int:
+        """Bytes that the allocator has in a second step that runs so; the first is ordinary."""
         allocator = CachingAllocator()
         blocks = self._begun(allocator)
-        self._replay(allocator, blocks, self._first, algorithms)
+        ordinary: list[AlgorithmName] = ["ordinary"] * len(algorithms)
+        self._replay(allocator, blocks, self._first, ordinary)
+        if [*algorithms] != ordinary:
+            allocator.empty()
         self._replay(allocator, blocks, self._second, algorithms)
         return allocator.reserved
 

@@ -369,7 +369,7 @@ class _Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _set(rank, world, steps):
+def _set(rank, world):
     """A model that is measured in the midst of what a program has set: what ran, what it saw."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -380,15 +380,10 @@ def _set(rank, world, steps):
         fully_shard(module, mesh=dist.init_device_mesh("cpu", (world,)))
     handle = symmplan.fsdp.apply(model, choose="measure", timeout=30.0)
     x, made, products = torch.full((4, 1024), float(rank)), [], _Products()
-    for trains in steps:
-        with (
-            torch.inference_mode(mode=not trains),
-            torch.autocast("cpu", dtype=torch.bfloat16),
-            products,
-        ):
+    for _ in range(3):
+        with torch.autocast("cpu", dtype=torch.bfloat16), products:
             loss = model(x).float().square().mean()
-            if trains:
-                loss.backward()
+            loss.backward()
         made.append(float(loss.detach()))
     found = made, products.sizes, {choice.op for choice in handle.choices}
     handle.remove()
@@ -397,11 +392,9 @@ def _set(rank, world, steps):
 
 @pytest.mark.ranks
 @pytest.mark.all_cases
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_what_a_program_has_set_does_not_reach_into_measurements(two, evaluates):
+def test_what_a_program_has_set_does_not_reach_into_measurements(two):
     """Trials run in its thread, before the second step; parameters stay as they are."""
-    for made, seen, measured in two.run(on_devices, _set, (True, not evaluates, True, True)):
+    for made, seen, measured in two.run(on_devices, _set):
         assert measured == {"all_gather", "reduce_scatter"}
-        assert len(made) == 4
         assert len({*made}) == 1
         assert all(1024 in (*left, *right) for left, right in seen)

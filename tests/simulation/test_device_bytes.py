@@ -11,7 +11,7 @@ import llama_steps
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from simulate_programs import Config, Net, program
 from torch.distributed.device_mesh import init_device_mesh
@@ -160,13 +160,16 @@ def llama(layers, dim, words, tokens, reduce, optimized, models=1):
 @pytest.mark.further
 @settings(max_examples=8, suppress_health_check=list(HealthCheck), deadline=None)
 @given(large(), st.sampled_from((2, 4, 64)), st.integers(1, 2))
+@example((2, 6144, 16384, 512, torch.float32, False), 4, 2)  # room in fragments of a replay alone
+@example((2, 4096, 16384, 2048, torch.bfloat16, True), 2, 1)  # states between FSDP2's buffers
 def test_a_large_plan_makes_up_for_fragments(given, ranks, models):
     report = symmplan.simulate(functools.partial(llama, *given, models), ranks=ranks)
     if report.peak_bytes <= models * SMALL:
         assert idle_bytes.tensors_of(report) <= report.device_bytes_without
         return
-    # From one step to the next fragments may differ.
-    assert memory_of(report) <= report.device_bytes_without * 1.03
+    # From one step to the next fragments may differ. An optimizer's state lies in blocks of its own
+    # in what is told, and between FSDP2's buffers where its steps are recorded.
+    assert memory_of(report) <= report.device_bytes_without * (1.07 if given[-1] else 1.03)
 
 
 def test_a_small_batch_has_pushes_and_no_more_bytes():

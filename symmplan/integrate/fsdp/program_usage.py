@@ -146,8 +146,9 @@ class ProgramUsage:
         tensors = needed_more(self._looked, collectives, unsharded, of.__getitem__, slack)
         if self._reserved is None:
             return tensors
-        more = self._reserved.more(algorithms)
-        more = max(more, tensors) if nbytes <= SMALL else more + beyond
+        # Fragments may have room for tensors in a replay, and not in the program.
+        more = max(tensors, self._reserved.more(algorithms))
+        more += beyond if nbytes > SMALL else 0
         return -least("bytes besides", [-more], groups, self._timeout)[0]
 
     def filled(
