@@ -76,6 +76,7 @@ class Reserved:
     _numbers: dict[int, Hashable] = field(factory=dict, init=False)
     _first: list[tuple[Allocation, bool]] = field(factory=list, init=False)
     _second: list[tuple[Allocation, bool]] = field(factory=list, init=False)
+    _ordinary: list[AlgorithmName] = field(init=False)
     complete: bool = field(default=True, init=False)
     replaced: int = field(init=False)
     _without: int = field(init=False)
@@ -89,8 +90,9 @@ class Reserved:
         self._assign(size)
         self._find_gradients(self._first, size)
         calls = len(self._recording.collectives)
+        self._ordinary = ["ordinary"] * calls
         self._without = self._replayed(["symmetric"] * calls)
-        self.replaced = self._replayed(["ordinary"] * calls) - self._without
+        self.replaced = self._replayed(self._ordinary) - self._without
 
     def _assign(self, size: Mapping[int, int]) -> None:
         """By their numbers, which allocations are buffers and parameters of which collective."""
@@ -182,13 +184,12 @@ class Reserved:
             plan: Those that the plan takes after the first step.
         """
         plain = planned = 0.0
-        ordinary: list[AlgorithmName] = ["ordinary"] * len(algorithms)
         least = limit - 2 * left
-        if not (self.retries(ordinary, least) or self.retries(algorithms, least, plan=plan)):
+        if not (self.retries(self._ordinary, least) or self.retries(algorithms, least, plan=plan)):
             return False, True
         for number in range(2 * _TRIED + 1):
             tried = limit - number * left // _TRIED
-            without = self.retries(ordinary, tried)
+            without = self.retries(self._ordinary, tried)
             within = self.retries(algorithms, tried, plan=plan)
             if number and without == math.inf:
                 break
@@ -204,18 +205,14 @@ class Reserved:
         Args:
             algorithms: As for `more`; in the first step all are ordinary.
             limit: Bytes that the driver has for it and for the plan.
-            plan: Those that the plan takes after the first step, if any. Then the allocator has
-                given back its cache.
+            plan: Those that the plan takes after the first step.
 
         Returns:
             Infinity if the steps do not fit.
         """
         allocator = CachingAllocator(limit)
         try:
-            blocks = self._begun(allocator)
-            self._replay(allocator, blocks, self._first, ["ordinary"] * len(algorithms))
-            if plan:
-                allocator.empty()
+            blocks = self._recorded(allocator, algorithms)
             if allocator.reserved > limit - plan:
                 return math.inf
             allocator.limit = limit - plan
@@ -230,18 +227,23 @@ class Reserved:
     def _replayed(self, algorithms: Sequence[AlgorithmName]) -> int:
         """Bytes that the allocator has in a second step that runs so; the first is ordinary."""
         allocator = CachingAllocator()
-        blocks = self._begun(allocator)
-        ordinary: list[AlgorithmName] = ["ordinary"] * len(algorithms)
-        self._replay(allocator, blocks, self._first, ordinary)
-        if [*algorithms] != ordinary:
-            allocator.empty()
+        blocks = self._recorded(allocator, algorithms)
         self._replay(allocator, blocks, self._second, algorithms)
         return allocator.reserved
 
-    def _begun(self, allocator: CachingAllocator) -> dict[int, CachedBlock]:
-        """``{number: block}`` of what the step finds."""
+    def _recorded(
+        self, allocator: CachingAllocator, algorithms: Sequence[AlgorithmName]
+    ) -> dict[int, CachedBlock]:
+        """``{number: block}`` of what there is after the recorded step.
+
+        If later ones run otherwise, the allocator has given back its cache for their segments.
+        """
         used = allocator.hold(self._held)
-        return {number: used[block] for number, block in self._numbers.items()}
+        blocks = {number: used[block] for number, block in self._numbers.items()}
+        self._replay(allocator, blocks, self._first, self._ordinary)
+        if [*algorithms] != self._ordinary:
+            allocator.empty()
+        return blocks
 
     def _replay(
         self,

@@ -9,8 +9,9 @@
 
     Where torch's allocator has noted what it did in a recorded step, it is known how much it needs
     of the driver without the buffers that plans replace, see `symmplan.capture.fsdp_reserved`. That
-    decides how much a plan may take so that the program has no more than before, and communicators
-    and windows count as the plan's. Smaller plans than `SMALL` are not worth that: what a small
+    decides how much a plan may take so that the program has no more than before. Communicators and
+    windows count as the plan's, and so does what tensors need more with it, even if fragments had
+    room for that in the replay. Smaller plans than `SMALL` are not worth that: what a small
     program has at its most is a few blocks of the driver, and communicators take more than these.
 
     How much tensors will need is known of a step that was recorded, see
