@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.bench.parts import command, timing
 from symmplan.bench.parts.command import Option
+from symmplan.choose.choice import CHOOSE
 from symmplan.errors import CommandError
-from symmplan.runtime.choice import CHOOSE
 from symmplan.torch_private.benches import (
     MICRO_PIPELINE,
     enable_symmetric_memory,

@@ -17,7 +17,7 @@ from symmplan.testing.rank_process import root_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from symmplan.runtime.choice import Choice
+    from symmplan.choose.choice import Choice
 
 __all__ = ["FORCED", "TwoGroups"]
 

@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
+from symmplan.choose.choice import Choice
 from symmplan.integrate.fsdp.apply import Handle, apply
-from symmplan.runtime.choice import Choice
 from symmplan.runtime.stats import Stats
 
 __all__ = ["Choice", "Handle", "Stats", "apply"]

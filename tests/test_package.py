@@ -28,7 +28,9 @@ TESTS = ROOT / "tests"
 #: stand on `torch_private` and `device`.
 BASE = {"model", "errors", "torch_private", "device", "process"}
 PLANS = BASE | {"registry", "planner", "coordination"}
-RUNS = PLANS | {"capture", "memory", "report"}
+PLACES = PLANS | {"capture", "memory", "report"}
+CHOOSES = PLACES | {"place"}
+RUNS = CHOOSES | {"choose"}
 INTEGRATES = RUNS | {"runtime", "integrate"}
 ALLOWED = {
     "errors": set(),
@@ -42,11 +44,13 @@ ALLOWED = {
     "coordination": BASE | {"planner"},
     "capture": BASE | {"registry", "planner"},
     "memory": PLANS,
+    "place": PLACES,
+    "choose": CHOOSES,
     "runtime": RUNS,
     "integrate": RUNS | {"runtime"},
     "simulation": INTEGRATES,
     "testing": INTEGRATES,
-    "fsdp": BASE | {"runtime", "integrate"},
+    "fsdp": BASE | {"choose", "runtime", "integrate"},
     "placed": BASE | {"memory", "integrate"},
     "api": BASE | {"registry", "planner", "capture", "integrate", "report"},
     "__main__": {"cli"},

@@ -25,8 +25,8 @@ from symmplan.bench.parts import command, reductions, timing
 from symmplan.bench.parts.command import Option
 from symmplan.bench.parts.launched import is_launched, launched_group
 from symmplan.bench.parts.numbers import sizes_of
+from symmplan.choose.tuning_table import Table, TuningRow
 from symmplan.report.format import count
-from symmplan.runtime.tuning_table import Table, TuningRow
 
 if TYPE_CHECKING:
     import argparse
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from symmplan.runtime.choice import Choice
+    from symmplan.choose.choice import Choice
 
 __all__ = ["OPS", "add_arguments", "compare", "fsdp_choices", "render", "run"]
 

@@ -40,8 +40,8 @@ from symmplan.bench.parts.command import Option
 from symmplan.bench.parts.fsdp_ranks import measure, worst
 from symmplan.bench.parts.fsdp_tables import render
 from symmplan.bench.parts.programs import check_program
+from symmplan.choose.choice import CHOOSE
 from symmplan.errors import CommandError, RanksFailedError
-from symmplan.runtime.choice import CHOOSE
 
 if TYPE_CHECKING:
     import argparse

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from symmplan.model import AlgorithmName
-    from symmplan.runtime.collectives import Support
+    from symmplan.place.collectives import Support
 
 __all__ = ["examine", "render"]
 
@@ -50,7 +50,7 @@ def _examined(device: torch.device) -> dict[str, Any] | None:
     from symmplan.memory import resolve_backend
     from symmplan.memory.beyond import beyond_segments
     from symmplan.memory.topology import survey
-    from symmplan.runtime.collectives import verdicts
+    from symmplan.place.collectives import verdicts
 
     groups = resolve_groups(["default"])
     world = {"default": dist.group.WORLD}

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _collectives(names: list[str]) -> list[dict[str, Any]]:
-    from symmplan.runtime.collectives import by_collective
+    from symmplan.place.collectives import by_collective
 
     every = {found["collective"]: found for found in by_collective()}
     for name in names:

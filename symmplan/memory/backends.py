@@ -40,7 +40,7 @@ class Kind:
         devices: Whether its memory is a device's.
         collectives: Whether it runs collectives by itself, see `symmplan.memory.ops`.
         races: Whether races in it can be found, see `symmplan.memory.races`.
-        engines: Whether copy engines can run collectives in it, see `symmplan.runtime.engines`.
+        engines: Whether copy engines can run collectives in it, see `symmplan.place.engines`.
         whole_words: Whether it gathers only parts that are a whole number of words rightly.
         levels: Whether it serves groups on several hosts in two levels.
         reach: The farthest apart that the ranks of a group may be; see

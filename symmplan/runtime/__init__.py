@@ -1,4 +1,1 @@
-"""The one runtime: how calls run on placements, whoever asks for them.
-
-This package says what a placed call does. The integrations decide when it runs.
-"""
+"""From a captured program to agreed memory, and who holds which of its bytes until when."""

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, evolve, field
 
 from symmplan.capture.steps import plan_poison
+from symmplan.choose.choice import DEMOTED, NO_ROOM
+from symmplan.choose.chooser import Chosen
+from symmplan.choose.op_cases import cases_of
 from symmplan.coordination.groups import resolve_groups
 from symmplan.memory.topology import served
+from symmplan.place.algorithms import ONE_HOST
 from symmplan.planner.budget import Demotable, together, within
 from symmplan.registry.catalogue import collective_of
-from symmplan.runtime.algorithms import ONE_HOST
-from symmplan.runtime.choice import DEMOTED, NO_ROOM
-from symmplan.runtime.chooser import Chosen, choose_algorithms
-from symmplan.runtime.op_cases import cases_of
+from symmplan.runtime.measure import choose_algorithms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture import Captured
     from symmplan.model import Plan
-    from symmplan.runtime.algorithms import Lowerings
+    from symmplan.place.algorithms import Lowerings
     from symmplan.runtime.prepare import Preparation
 
 

@@ -26,14 +26,16 @@ from symmplan.memory import BACKENDS, locate
 from symmplan.memory.topology import Topology, known
 from symmplan.memory.two_levels import SHOWN
 from symmplan.model import PUSHES, AlgorithmName
+from symmplan.place.collectives import NCCL
 from symmplan.process import PROCESS
 from symmplan.registry.catalogue import collective_of
-from symmplan.runtime.collectives import NCCL
 from symmplan.runtime.options import function
 from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from symmplan.place.expected import Expected
 
 
 #: The first kind one of whose words is in a kernel's name.
@@ -143,35 +145,6 @@ def _annotates(event: Any) -> bool:
 
 
 # ---- what is looked for, and what is seen -------------------------------------------------------
-
-
-@frozen(kw_only=True)
-class Expected:
-    """A collective as it was planned.
-
-    Attributes:
-        name: The call in the program, or the FSDP module.
-        op: Qualified name of the collective's op.
-        group: Name of the process group.
-        memory: Name of the memory backend.
-        nbytes: Bytes of its inputs on one rank; for FSDP2 as in `Choice.nbytes`.
-        dtype: Element type, ``"float32"``.
-        algorithm: How it is to run.
-        reduction: ``"sum"`` and so on, where it is known.
-        target: The op that is called instead, if that identifies it.
-        launches: How often that op is called.
-    """
-
-    name: str
-    op: str
-    group: str
-    memory: str
-    nbytes: int
-    dtype: str
-    algorithm: AlgorithmName
-    reduction: str = ""
-    target: str = ""
-    launches: int = 1
 
 
 @frozen

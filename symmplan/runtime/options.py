@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
 
+from symmplan.choose.choice import CHOOSE
+from symmplan.choose.tuning_table import is_table, read_table
 from symmplan.coordination.world import current, on_device
 from symmplan.device import accelerator, device_of, kind_of
 from symmplan.errors import CaptureError, OptionError, closest
 from symmplan.memory import BACKENDS, DEFAULT_TIMEOUT
 from symmplan.memory.backends import check_device
 from symmplan.planner.budget import bytes_of
-from symmplan.runtime.choice import CHOOSE
-from symmplan.runtime.tuning_table import is_table, read_table
 from symmplan.torch_private import c10d, nccl
 
 if TYPE_CHECKING:
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
     import torch
 
+    from symmplan.choose.choice import Choose
+    from symmplan.choose.tuning_table import Table
     from symmplan.memory.backends import MemoryName
     from symmplan.model import AlgorithmName
-    from symmplan.runtime.algorithms import Collectives
-    from symmplan.runtime.choice import Choose
-    from symmplan.runtime.tuning_table import Table
+    from symmplan.place.algorithms import Collectives
 
 
 @frozen(kw_only=True)
@@ -53,7 +53,7 @@ class Options:
             symmetric memory; groups on several hosts have no other way there. ``"auto"``: measured
             on devices and over several hosts, placed elsewhere, as shared memory between processes
             is always faster. The path of a file that ends with ``.json``: as it was measured
-            elsewhere, see `symmplan.runtime.tuning_table`; equal on all ranks.
+            elsewhere, see `symmplan.choose.tuning_table`; equal on all ranks.
         capacity: Bytes that all segments of a plan may take together on any rank, as a number or as
             text such as ``"40GiB"``; the least of what the ranks were given counts. None for what
             the program has without symmplan, less a tenth; see [Note: what the program had] in
@@ -62,7 +62,7 @@ class Options:
         timeout: Seconds that ranks wait for each other before they raise.
         debug: Whether dead placements are overwritten, so that a late reader shows; True also to
             look for races, ``"poison"`` for the former alone.
-        collectives: Whose collectives run; see `symmplan.runtime.algorithms.Lowerings`.
+        collectives: Whose collectives run; see `symmplan.place.algorithms.Lowerings`.
 
     Raises:
         OptionError: A backend, an algorithm, a debug mode or collectives that do not

@@ -2,7 +2,7 @@
 
 [Note: the lifecycle]
     Every program of every integration takes the same steps: its ranks agree on their options,
-    choose how each collective runs (`symmplan.runtime.chooser`), agree on a budget, plan within it
+    choose how each collective runs (`symmplan.choose.chooser`), agree on a budget, plan within it
     and verify, agree on the plan, obtain memory, rendezvous, and log the plan. This file has these
     steps, and what happens if one of them fails on one rank. An integration decides *when* each
     step is taken, what the problem is, and what it does with the memory.

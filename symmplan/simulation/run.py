@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
+from symmplan.choose.tuning_table import read_table, ruled
 from symmplan.coordination.own import in_own_work
 from symmplan.coordination.world import SimulatedCall, World, current, enter, leave
 from symmplan.device import kind_of
@@ -21,9 +22,8 @@ from symmplan.memory import BACKENDS
 from symmplan.memory.beyond import expected_beyond
 from symmplan.memory.topology import simulated
 from symmplan.model import PUSHES
-from symmplan.runtime.algorithms import is_target
+from symmplan.place.algorithms import is_target
 from symmplan.runtime.options import function, whole
-from symmplan.runtime.tuning_table import read_table, ruled
 from symmplan.simulation.memory import Storages
 from symmplan.simulation.report import Collective, Ordinary, SimulationReport
 from symmplan.torch_private import fake_world

@@ -15,9 +15,9 @@ from attrs import define, field, frozen
 from symmplan.memory import realize
 from symmplan.memory.races import source_line
 from symmplan.model import Access, Buffer, Operation, Problem
+from symmplan.place.algorithms import overload_named
 from symmplan.planner import plan
 from symmplan.registry import requirements
-from symmplan.runtime.algorithms import overload_named
 from symmplan.runtime.watching import Watching
 from symmplan.torch_private import c10d
 from symmplan.torch_private.ops import FakeTensorMode, tree_leaves, tree_map_only

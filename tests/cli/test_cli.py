@@ -219,8 +219,8 @@ def test_the_console_script_is_installed():
 
 
 def test_the_page_of_collectives_is_what_the_command_says(capsys):
+    from symmplan.place.collectives import NCCL
     from symmplan.registry.rows import COLLECTIVES, SYMM_MEM
-    from symmplan.runtime.collectives import NCCL
 
     assert main(["ops", "--by-collective"]) == 0
     shown = capsys.readouterr().out

@@ -17,9 +17,9 @@ from ranks import pool_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import symmplan
+from symmplan.choose.choice import NO_ROOM
 from symmplan.memory.room import Room
 from symmplan.process import PROCESS
-from symmplan.runtime.choice import NO_ROOM
 
 two = pool_of(2, timeout=120)
 
@@ -60,7 +60,7 @@ def _full(rank, world, free, had=0):
 
 def _measured(rank, world):
     """Bytes that the allocator has cached when a measurement makes communicators."""
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     cached, made = [], trials.engines_of
 
@@ -139,7 +139,7 @@ def test_what_cannot_be_registered_beside_the_cache_is_placed_without_it(two):
 
 def _pushes_are_fastest():
     """Measurements in which pushes and copy engines are."""
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     def seconds_of(clock, acts, *_, **__):
         return {name: 1e-4 if name in ("push", "copy engine") else 5e-4 for name in acts}

@@ -114,7 +114,7 @@ def measured_in(rank, world, nbytes):
     from torch.distributed.fsdp import fully_shard
 
     import symmplan
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     over = mesh(world, device="cuda")
     for size in (64 << 20, nbytes):  # communicators and workspaces come with the first, and stay

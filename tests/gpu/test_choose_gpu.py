@@ -168,7 +168,7 @@ def _late_host(rank, world_size):
 
     import torch.distributed as dist
 
-    from symmplan.runtime.clock import clock_of, seconds_of
+    from symmplan.choose.clock import clock_of, seconds_of
 
     def late(beside):
         time.sleep(0.01)

@@ -92,7 +92,7 @@ def _graphs(rank, size, inner, choose):
 
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.first)])
 def test_graphs_in_two_levels(four, inner):
-    from symmplan.runtime.algorithms import ONE_HOST
+    from symmplan.place.algorithms import ONE_HOST
 
     for wrong, placed, ran, reasons, _ in four.run(_graphs, inner, "placed"):
         assert not wrong

@@ -26,9 +26,9 @@ STAGES = {
 }
 #: The same where algorithms are measured.
 MEASURING = {
-    "register": ("symmplan.runtime.trials", "register"),
-    "clock": ("symmplan.runtime.trials", "clock_of"),
-    "engines": ("symmplan.runtime.trials", "engines_of"),
+    "register": ("symmplan.choose.trials", "register"),
+    "clock": ("symmplan.choose.trials", "clock_of"),
+    "engines": ("symmplan.choose.trials", "engines_of"),
 }
 KINDS = ("OutOfSharedMemoryError", "MemoryError", "OSError", "RuntimeError", "BackendError")
 
@@ -71,7 +71,7 @@ def failing(stage, kind="OutOfSharedMemoryError", *, here=True, after=0):
 
 def fsdp(rank, world, choose="placed", build=None, program=train, **apply):
     """An FSDP2 model both ways, what it warned of, and what it still holds when it is removed."""
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     trials.forget()
 
@@ -187,7 +187,7 @@ def _reported(stats, plans, said):
 def eager(rank, world, capacities, choose="placed"):
     """A session, each rank with a capacity of its own; in which steps its results were wrong."""
     import symmplan
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     trials.forget()
     want = [_collectives(*_inputs(rank, step)) for step in range(4)]
@@ -223,7 +223,7 @@ def _overlapped(x, weight):
 def compiled(rank, world, capacities, choose="placed", inner="eager", body=None):
     """The same compiled, with gradients."""
     import symmplan
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     trials.forget()
     torch._dynamo.reset()
@@ -283,7 +283,7 @@ def mesh_failing(rank, world, stage, victim):
 
 def measured_nowhere(rank, world, name):
     """Measure where one rank has no bytes to spare: no choice has seconds."""
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     timed = []
     free, seconds_of = trials.free_bytes, trials.seconds_of
@@ -302,9 +302,9 @@ def measured_nowhere(rank, world, name):
 
 def measured_small(rank, world, name, room):
     """Measure with so little room that only parts fit; what was measured, and in how many bytes."""
+    from symmplan.choose import trials
+    from symmplan.choose.clock import clock_bytes
     from symmplan.integrate.fsdp.apply import Handle
-    from symmplan.runtime import trials
-    from symmplan.runtime.clock import clock_bytes
 
     taken, choices = [], []
     borrowed, beyond, remove = trials.borrowed, trials.BEYOND, Handle.remove

@@ -28,13 +28,12 @@ from symmplan.capture.steps import plan_poison
 from symmplan.integrate.compile import ops
 from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.model import Barrier
-from symmplan.runtime.algorithms import Lowerings
-from symmplan.runtime.chooser import Chosen
-from symmplan.runtime.program import place
+from symmplan.place.algorithms import Lowerings
+from symmplan.place.program import place
 from symmplan.torch_private.compilers import fake_mode_of
 
 if TYPE_CHECKING:
-    from symmplan.runtime.program import PlacedProgram
+    from symmplan.place.program import PlacedProgram
     from symmplan.testing import Verdict
 
 F = torch.ops._c10d_functional
@@ -278,7 +277,8 @@ def rewritten(
     plan.verify()
     barriers = kept([(b.before, b.group) for b in plan.barriers])
     fakes = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-    program = place(captured, plan, lowerings, Chosen(), [Barrier(*point) for point in barriers])
+    due = [Barrier(*point) for point in barriers]
+    program = place(captured, plan, lowerings, lambda _: "symmetric", {}, due)
     inputs = rewrite(module, program, fake_mode_of(fakes))
     names = [n.name for n in module.graph.nodes if n.op == "placeholder"][len(fakes) :]
     segments = {name: (i.segment, i.begin or 0) for name, i in zip(names, inputs, strict=True)}

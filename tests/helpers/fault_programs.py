@@ -290,7 +290,7 @@ def run(rank, world, integration, what, moment, timeout):
         How many of its collectives ran in placements and how many did not, and how often memory
         could not be had on this rank.
     """
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     trials.forget()
     fault = Fault(what, moment, here=rank == world - 1)

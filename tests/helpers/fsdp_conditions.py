@@ -53,7 +53,7 @@ def forced(rank, world, algorithm, program, *args):
 @contextlib.contextmanager
 def forced_kind(kind, rank):
     """A measurement in which torch's own way wins for one kind of collective, and no other."""
-    from symmplan.runtime import chooser, trials
+    from symmplan.choose import chooser, trials
 
     measure, seconds_of = chooser.measure, trials.seconds_of
 

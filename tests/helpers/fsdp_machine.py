@@ -39,9 +39,9 @@ from fsdp_pushed import drawn_pushed
 from fsdp_reads import drawn_reading
 from ranks import RankPool, RanksFailed
 
+from symmplan.choose.tuning_table import Table, TuningRow
 from symmplan.device import kind_of
 from symmplan.errors import SymmplanError
-from symmplan.runtime.tuning_table import Table, TuningRow
 
 
 class _Sleeps:

@@ -150,7 +150,8 @@ def seed():
     """On this rank: collectives as `PROCESS_GROUP` says, and plans without their barriers."""
     import symmplan.integrate.compile.compiled_graph as compiled_graph
     from symmplan.model import Plan
-    from symmplan.runtime import algorithms, prepare
+    from symmplan.place import algorithms
+    from symmplan.runtime import prepare
 
     load()
     algorithms.Lowerings.table = property(

@@ -19,7 +19,7 @@ _ROUNDS = 5
 
 
 def _rows(rank, size):
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     trials.forget()
     settings = {"sizes": _SIZES, "dtype": "float32", "device": "cpu"}

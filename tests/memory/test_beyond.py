@@ -164,9 +164,9 @@ def _trained(rank, world, driven, algorithm="symmetric"):
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
+    from symmplan.choose import trials
     from symmplan.integrate.fsdp import memory
     from symmplan.memory.shm import ShmBackend
-    from symmplan.runtime import trials
 
     driver, made = _Driver(), {"rendezvous": 3 * MiB, "trials": 5 * MiB, "kernels": 2 * MiB}
     with pytest.MonkeyPatch.context() as patch:
@@ -259,9 +259,9 @@ def _measured_there(rank, world):
 
     import torch.distributed as dist
 
-    from symmplan.runtime import chooser, trials
-    from symmplan.runtime.choice import Choice
-    from symmplan.runtime.clock import at_once
+    from symmplan.choose import chooser, trials
+    from symmplan.choose.choice import Choice
+    from symmplan.choose.clock import at_once
 
     clocks, gone, x = [], [], torch.ones(8)
 
@@ -314,7 +314,8 @@ def _asked(rank, world):
     """For which groups communicators were made for copy engines, of two programs."""
     import torch.distributed as dist
 
-    from symmplan.runtime import engines, trials
+    from symmplan.choose import trials
+    from symmplan.place import engines
 
     asked = []
 

@@ -416,7 +416,7 @@ def test_a_doctor_says_what_auto_is(four, hosts, what):
 def _named(rank, size):
     """How a gather in two levels runs where copy engines were asked for."""
     from symmplan.integrate.fsdp.cases import CallCase
-    from symmplan.runtime.chooser import choose_algorithms
+    from symmplan.runtime.measure import choose_algorithms
     from symmplan.runtime.options import Options
     from symmplan.runtime.prepare import Preparation
 

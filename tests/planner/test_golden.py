@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import symmplan
 from symmplan.capture import capture_fx
 from symmplan.capture.steps import plan_poison
-from symmplan.runtime.algorithms import Lowerings
+from symmplan.place.algorithms import Lowerings
 
 FILE = Path(__file__).with_name("golden.json")
 ALGORITHMS = {

@@ -10,9 +10,9 @@ from simulate_programs import Config, program
 
 import symmplan
 from symmplan import Plan, Problem
+from symmplan.choose.choice import Choice
 from symmplan.model import Access, Buffer, Operation, Placement, SegmentSpec, Unplanned
 from symmplan.planner import plan as make_plan
-from symmplan.runtime.choice import Choice
 
 
 def changed() -> tuple[Plan, Plan]:

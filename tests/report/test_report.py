@@ -12,13 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from steps import lines_of
 
+from symmplan.choose.choice import Choice
 from symmplan.model import Access, Buffer, Operation, Plan, Problem, Unplanned
 from symmplan.planner import plan as make_plan
 from symmplan.report.data import live_ranges, plan_facts, topological
 from symmplan.report.format import count, size, table, visible
 from symmplan.report.html import plan_html
 from symmplan.report.text import plan_summary
-from symmplan.runtime.choice import Choice
 
 HOSTILE = [
     "<script>alert(1)</script>",

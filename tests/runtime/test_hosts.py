@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from one_sided_programs import one_sided_programs
 from test_right_numbers import MANY, PAUSES, SEEDS, _check, _compiled, _eager, _setup
 
-from symmplan.runtime.algorithms import ONE_HOST
+from symmplan.place.algorithms import ONE_HOST
 
 pytestmark = needs_hosts()
 F = torch.ops._c10d_functional

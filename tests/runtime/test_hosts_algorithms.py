@@ -9,7 +9,7 @@ import torch
 from host_programs import built, given
 from hosts import HostPool, hosts_pool, needs_hosts
 
-from symmplan.runtime.tuning_table import read_table
+from symmplan.choose.tuning_table import read_table
 
 pytestmark = needs_hosts()
 F = torch.ops._c10d_functional
@@ -23,7 +23,7 @@ def _measured(rank, size, choose):
     from torch.distributed.fsdp import fully_shard
 
     import symmplan
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     trials.forget()
     model = built()
@@ -119,7 +119,7 @@ def _measured_in_a_graph(rank, size):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     group = dist.group.WORLD.group_name
     trials.forget()

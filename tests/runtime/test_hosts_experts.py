@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import symmplan
+from symmplan.choose.tuning_table import Table, TuningRow
 from symmplan.integrate.moe import host_rows
-from symmplan.runtime.tuning_table import Table, TuningRow
 
 needs_hosts = pytest.mark.skipif(
     bool(why_no_hosts()), reason=f"no hosts on one machine: {why_no_hosts()}"

@@ -42,7 +42,7 @@ class _Later(dist.Work):
 def _as_devices(rank, size, when):
     """Use the rows of devices in shared memory."""
     from symmplan.memory import started
-    from symmplan.runtime import algorithms
+    from symmplan.place import algorithms
 
     def beside(run, device, which, *kept):
         return _Later(run) if when == "late" else run()

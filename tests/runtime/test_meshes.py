@@ -36,7 +36,7 @@ def _mesh(rank, size, seconds_on):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     trials.forget()
     torch._dynamo.reset()
@@ -82,7 +82,7 @@ def _inner_groups(rank, size):
     """What a model with inner groups chose, when its outer group is known, and those differ."""
     from torch.distributed.fsdp import fully_shard
 
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     trials.forget()
     original = trials.seconds_of

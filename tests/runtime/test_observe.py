@@ -9,8 +9,8 @@ from ranks import RankPool
 
 from symmplan.errors import RunError
 from symmplan.memory.topology import Topology
+from symmplan.place.collectives import NCCL, verdicts
 from symmplan.runtime import observe
-from symmplan.runtime.collectives import NCCL, verdicts
 from symmplan.runtime.observe import Checked, DeviceEvent, Expected, Profile, Seen, kind_of
 
 F = torch.ops._c10d_functional

@@ -17,7 +17,7 @@ from fsdp_models import DEVICE, Net, shard
 from ranks import RankPool, pool_of
 
 import symmplan
-from symmplan.runtime.tuning_table import Table, TuningRow
+from symmplan.choose.tuning_table import Table, TuningRow
 
 pytestmark = pytest.mark.ranks
 

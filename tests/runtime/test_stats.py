@@ -80,8 +80,8 @@ def _demoted(rank, size, why):
     from torch.distributed.fsdp import fully_shard
 
     import symmplan
+    from symmplan.choose import trials
     from symmplan.memory import room
-    from symmplan.runtime import trials
 
     options = {"timeout": 30.0, "choose": "placed", **DEMOTIONS[why]}
     group, found = dist.group.WORLD.group_name, {}

@@ -31,10 +31,10 @@ from simulate_programs import (
 from torch.distributed.device_mesh import init_device_mesh
 
 import symmplan
+from symmplan.choose.tuning_table import Table, TuningRow
 from symmplan.cli import main
 from symmplan.errors import OptionError, SimulationError
 from symmplan.memory import room, topology
-from symmplan.runtime.tuning_table import Table, TuningRow
 
 KINDS = ("fsdp", "experts", "eager", "interleaved", "hsdp", "fsdp x tp", "1f1b", "tp", "compiled")
 

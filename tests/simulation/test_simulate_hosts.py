@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import symmplan
-from symmplan.runtime.tuning_table import Table, TuningRow
+from symmplan.choose.tuning_table import Table, TuningRow
 
 F = torch.ops._c10d_functional
 

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
+    from symmplan.choose.choice import Choice, Choose
     from symmplan.integrate.compile.parts import Record
     from symmplan.memory.backends import MemoryName
     from symmplan.model import Plan
-    from symmplan.runtime.algorithms import Collectives
-    from symmplan.runtime.choice import Choice, Choose
+    from symmplan.place.algorithms import Collectives
 
 
 class CompileBackend(OfOneProcess):

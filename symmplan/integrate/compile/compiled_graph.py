@@ -40,14 +40,14 @@ from symmplan.integrate.compile.undeclared import tell_undeclared
 from symmplan.memory import BACKENDS
 from symmplan.memory.topology import survey
 from symmplan.model import Barrier
+from symmplan.place.algorithms import Lowerings
+from symmplan.place.program import place
 from symmplan.planner.barriers import barriers_of, in_turn
 from symmplan.planner.items import items_of
 from symmplan.registry import resolve_group_name, spec_for
-from symmplan.runtime.algorithms import Lowerings
 from symmplan.runtime.fitting import Fitting
 from symmplan.runtime.observe import launching_from
 from symmplan.runtime.prepare import checked_plan
-from symmplan.runtime.program import place
 from symmplan.runtime.watching import Watching
 from symmplan.torch_private import c10d
 from symmplan.torch_private.autograd import keeps_graph
@@ -186,7 +186,8 @@ class CompiledGraph:
         self.engines.update(chosen.engines.values())
         self._save(module, captured, plan)
         barriers = [Barrier(before, group) for before, group in points]
-        program = place(captured, plan, lowerings, chosen, barriers)
+        how = (chosen.placed, chosen.engines)
+        program = place(captured, plan, lowerings, *how, barriers)
         inputs = rewrite(module, program, fake_mode)
         self.parts[name] = PlannedPart.of(
             name, self.record, module.graph, program, points, inputs, fixed=fixed

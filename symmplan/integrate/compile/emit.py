@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture.graphs import Path, Value
     from symmplan.capture.sites import Captured, PlacedStorage, Site
-    from symmplan.runtime.program import PlacedCall, PlacedProgram
+    from symmplan.place.program import PlacedCall, PlacedProgram
 
 # Inductor's code cache keys on names, but not on how symmplan lowers a graph: count this up when
 # the same graph has to be compiled anew.
@@ -86,7 +86,7 @@ class SegmentInput:
 class Emitter:
     """Adds nodes, with their fake values, at the graph's current insertion point.
 
-    A `symmplan.runtime.lower.Machine` to which values are nodes.
+    A `symmplan.place.lower.Machine` to which values are nodes.
 
     Attributes:
         graph: The graph that changes.

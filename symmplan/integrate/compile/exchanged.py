@@ -23,8 +23,8 @@ from symmplan.capture.bounds import bound
 from symmplan.capture.graphs import tensor_leaves
 from symmplan.coordination.groups import resolve_groups
 from symmplan.integrate.compile.parts import declared
+from symmplan.place.algorithms import has_unequal_parts
 from symmplan.registry.catalogue import collective_of
-from symmplan.runtime.algorithms import has_unequal_parts
 from symmplan.torch_private.compilers import (
     compile_again,
     compiled_code,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.compile.parts import PartName
     from symmplan.integrate.compile.pool import Pool
     from symmplan.model import OpSpec
-    from symmplan.runtime.algorithms import Lowerings
+    from symmplan.place.algorithms import Lowerings
 
 __all__ = ["GIVEN", "UNEVEN", "AllToAlls"]
 

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from symmplan.capture.sites import Captured
+    from symmplan.choose.choice import Choice
     from symmplan.integrate.compile.emit import SegmentInput
     from symmplan.model import Barrier, OpSpec, Placement, Plan
-    from symmplan.runtime.choice import Choice
-    from symmplan.runtime.observe import Expected
-    from symmplan.runtime.program import PlacedProgram
+    from symmplan.place.expected import Expected
+    from symmplan.place.program import PlacedProgram
 
     _Compiled: TypeAlias = Callable[[list[Any]], Any]
 

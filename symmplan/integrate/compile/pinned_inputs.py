@@ -19,7 +19,7 @@ from symmplan.device import device_of
 from symmplan.integrate.compile.places import check_others
 from symmplan.integrate.compile.plans import group_names
 from symmplan.integrate.compile.turns import released
-from symmplan.runtime.engines import register_known
+from symmplan.place.engines import register_known
 from symmplan.runtime.prepare import checked_plan
 from symmplan.torch_private.c10d import is_registered
 from symmplan.torch_private.compilers import static_inputs

@@ -26,6 +26,9 @@ import torch
 from attrs import define
 from torch import fx
 
+from symmplan.choose.pipeline_cases import PipelineCase, numels_of
+from symmplan.choose.trials import choices_of
+from symmplan.choose.work import flops_beside
 from symmplan.coordination.groups import resolve_groups
 from symmplan.integrate.compile.ops import without_returns
 from symmplan.integrate.compile.row_products import (
@@ -44,16 +47,13 @@ from symmplan.integrate.compile.row_products import (
 )
 from symmplan.memory.shift import splits
 from symmplan.memory.topology import served
-from symmplan.runtime.chooser import choose_algorithms
-from symmplan.runtime.pipeline_cases import PipelineCase, numels_of
-from symmplan.runtime.trials import choices_of
-from symmplan.runtime.work import flops_beside
+from symmplan.runtime.measure import choose_algorithms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from symmplan.choose.choice import Choice
     from symmplan.coordination.groups import Group
-    from symmplan.runtime.choice import Choice
     from symmplan.runtime.prepare import Preparation
 
 _ATEN: Any = torch.ops.aten

@@ -21,10 +21,10 @@ from symmplan.integrate.compile.plans import group_names, structure_of
 from symmplan.integrate.compile.progress import Progress
 from symmplan.integrate.compile.turns import Shared, released
 from symmplan.memory.streams import synchronize
+from symmplan.place.engines import known_of, register
 from symmplan.planner.fingerprint import visible
 from symmplan.process import PROCESS
 from symmplan.report.log import LOG
-from symmplan.runtime.engines import known_of, register
 from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:

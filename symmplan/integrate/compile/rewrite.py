@@ -14,17 +14,17 @@ from symmplan.capture.producers import OUT_VARIANTS, out_overload
 from symmplan.errors import CaptureError
 from symmplan.integrate.compile.emit import Emitter, SegmentInput
 from symmplan.integrate.compile.order import keep_order, poison
+from symmplan.place.algorithms import overload_named
+from symmplan.place.lower import launch
 from symmplan.registry import bind_arguments
-from symmplan.runtime.algorithms import overload_named
-from symmplan.runtime.lower import launch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from symmplan.capture.graphs import Path
     from symmplan.capture.sites import PlacedStorage, Site
-    from symmplan.runtime.lower import Staged
-    from symmplan.runtime.program import PlacedCall, PlacedProgram
+    from symmplan.place.lower import Staged
+    from symmplan.place.program import PlacedCall, PlacedProgram
 
 _ABSOLUTE = frozenset({
     "aten::as_strided",

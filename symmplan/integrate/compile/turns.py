@@ -39,7 +39,7 @@ from symmplan.integrate.compile.plans import is_unmet
 from symmplan.memory.held import keep
 from symmplan.memory.leased import lease_out
 from symmplan.memory.streams import synchronize
-from symmplan.runtime.engines import register_known
+from symmplan.place.engines import register_known
 from symmplan.runtime.leases import Lease, Ledger, Run
 from symmplan.runtime.tenants import ran, synchronizes_once
 from symmplan.torch_private.autograd import has_saved_tensor_hooks, keeps_graph

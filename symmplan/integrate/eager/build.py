@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from symmplan.integrate.eager.schedule import Act
     from symmplan.memory import Arena
     from symmplan.model import Plan
+    from symmplan.place.program import PlacedCall, PlacedProgram
     from symmplan.planner.order import Order
-    from symmplan.runtime.program import PlacedCall, PlacedProgram
 
 
 @define(eq=False)

@@ -1,6 +1,6 @@
 """The planned calls of a frozen session: each is decided once, when it first comes.
 
-`symmplan.runtime.lower` says what a placed call does. A compiled graph has that as nodes. A session
+`symmplan.place.lower` says what a placed call does. A compiled graph has that as nodes. A session
 writes it as a Python function of the call's arguments, in which views, addresses and groups are
 already filled in.
 """
@@ -22,8 +22,8 @@ from symmplan.errors import RunError
 from symmplan.integrate.eager.faults import REDO
 from symmplan.memory.library import IMPLEMENTATIONS
 from symmplan.memory.ops import all_to_all_single_out
+from symmplan.place.lower import launch
 from symmplan.registry import bind_arguments
-from symmplan.runtime.lower import launch
 from symmplan.runtime.watching import watched
 from symmplan.torch_private import c10d, works
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from symmplan.capture.sites import Site
     from symmplan.integrate.eager.faults import Faults
     from symmplan.integrate.eager.schedule import Event
-    from symmplan.runtime.lower import Staged
-    from symmplan.runtime.program import PlacedCall
+    from symmplan.place.lower import Staged
+    from symmplan.place.program import PlacedCall
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 

@@ -14,9 +14,9 @@ from symmplan.torch_private.table import require
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from symmplan.choose.choice import Choose
     from symmplan.memory.backends import MemoryName
-    from symmplan.runtime.algorithms import Collectives
-    from symmplan.runtime.choice import Choose
+    from symmplan.place.algorithms import Collectives
 
 
 def eager(

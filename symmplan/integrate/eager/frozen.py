@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from symmplan.capture.sites import Captured
+    from symmplan.choose.choice import Choice
     from symmplan.integrate.eager.build import Builder
     from symmplan.integrate.eager.schedule import Act, Event
     from symmplan.memory import Arena
     from symmplan.model import Plan
-    from symmplan.runtime.choice import Choice
-    from symmplan.runtime.program import PlacedProgram
+    from symmplan.place.program import PlacedProgram
     from symmplan.runtime.stats import Copy
 
 

@@ -18,8 +18,8 @@ from attrs import define, field
 
 from symmplan.capture.c10d import NAMES, reader_of
 from symmplan.coordination.own import in_own_work
+from symmplan.place.algorithms import overload_named
 from symmplan.registry import all_specs
-from symmplan.runtime.algorithms import overload_named
 from symmplan.runtime.watching import watched
 from symmplan.torch_private import dispatch
 

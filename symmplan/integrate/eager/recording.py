@@ -22,13 +22,13 @@ from symmplan.integrate.eager.faults import public
 from symmplan.integrate.eager.frozen import Frozen
 from symmplan.integrate.eager.groups import OwnGroups
 from symmplan.integrate.eager.scratch import ScratchMemory
+from symmplan.place.algorithms import Lowerings
+from symmplan.place.engines import register_known
+from symmplan.place.program import place
 from symmplan.registry import bind_arguments, spec_for
 from symmplan.report.log import LOG
-from symmplan.runtime.algorithms import Lowerings
-from symmplan.runtime.engines import register_known
 from symmplan.runtime.fitting import Fitting
 from symmplan.runtime.prepare import Preparation
-from symmplan.runtime.program import place
 from symmplan.runtime.stats import Copy
 from symmplan.torch_private.ops import OpOverload
 
@@ -297,7 +297,8 @@ class IterationRecording:
         with torch.inference_mode(mode=False):  # they outlive the caller's mode
             # Here, where a rank that has no room for them is heard.
             elements = {dtype: torch.empty((), dtype=dtype, device=device) for dtype in dtypes}
-            program = place(captured, plan, fitting.lowerings, chosen, plan.barriers)
+            how = (fitting.lowerings, chosen.placed, chosen.engines)
+            program = place(captured, plan, *how, plan.barriers)
         arena, rendezvous = preparation.obtain(plan, device, groups, meet_engines)
         return Frozen(
             program,

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from symmplan.capture.c10d import Functional
     from symmplan.capture.eager import Recorded
     from symmplan.capture.sites import Site
+    from symmplan.place.expected import Expected
+    from symmplan.place.program import PlacedCall
     from symmplan.runtime.leases import Ledger, StorageLease
-    from symmplan.runtime.observe import Expected
-    from symmplan.runtime.program import PlacedCall
 
 #: A barrier, or the overwriting of a dead placement.
 Act: TypeAlias = "Callable[[], None]"

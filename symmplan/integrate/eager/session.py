@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from symmplan.choose.choice import Choice
     from symmplan.integrate.eager.frozen import Frozen
     from symmplan.integrate.eager.schedule import Event
     from symmplan.model import Plan
-    from symmplan.runtime.choice import Choice
     from symmplan.runtime.options import Options
 
 

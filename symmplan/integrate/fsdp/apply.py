@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from symmplan.capture.fsdp_recording import Key
+    from symmplan.choose.choice import Choice, Choose
     from symmplan.memory.backends import MemoryName
     from symmplan.model import Plan
-    from symmplan.runtime.choice import Choice, Choose
 
 __all__ = ["Handle", "apply"]
 

@@ -1,4 +1,4 @@
-"""FSDP2's collectives as what `symmplan.runtime.chooser` chooses algorithms for."""
+"""FSDP2's collectives as what `symmplan.choose.chooser` chooses algorithms for."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
+from symmplan.choose.cases import Case, cut
+from symmplan.choose.choice import MEETING
+from symmplan.choose.clock import at_once
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import on_device
 from symmplan.device import kind_of
@@ -16,9 +19,6 @@ from symmplan.memory import BACKENDS
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.model import PUSHES
 from symmplan.planner.budget import Demotable, together
-from symmplan.runtime.cases import Case, cut
-from symmplan.runtime.choice import MEETING
-from symmplan.runtime.clock import at_once
 from symmplan.torch_private import fsdp2, nccl
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from symmplan.capture.fsdp import Planned
     from symmplan.capture.fsdp_recording import Call
+    from symmplan.choose.chooser import Chosen
+    from symmplan.choose.clock import Act
     from symmplan.model import AlgorithmName
-    from symmplan.runtime.chooser import Chosen
-    from symmplan.runtime.clock import Act
 
 __all__ = ["CallCase", "case_of", "demotables_of", "smallest_of", "why_not_measured"]
 

@@ -30,7 +30,7 @@ from symmplan.memory.beyond import counting
 from symmplan.memory.cache import fits
 from symmplan.memory.held import bytes_beside
 from symmplan.memory.streams import synchronize
-from symmplan.runtime.engines import known_of, register
+from symmplan.place.engines import known_of, register
 from symmplan.runtime.leases import Lease, Ledger, in_use, set_aside
 from symmplan.runtime.prepare import Preparation
 from symmplan.runtime.watching import Watching

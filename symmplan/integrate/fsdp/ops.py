@@ -1,4 +1,4 @@
-"""How FSDP2's collectives run on symmetric bytes: by the rows of `symmplan.runtime.algorithms`.
+"""How FSDP2's collectives run on symmetric bytes: by the rows of `symmplan.place.algorithms`.
 
 A row that names an op of symmplan's runs that op. Otherwise FSDP2 makes the process group's
 collective itself. Copy engines run it over communicators of their own.
@@ -17,7 +17,7 @@ from symmplan.memory import BACKENDS
 from symmplan.memory.calls import in_two_levels
 from symmplan.memory.library import IMPLEMENTATIONS
 from symmplan.memory.streams import off_default_stream
-from symmplan.runtime.algorithms import Lowerings
+from symmplan.place.algorithms import Lowerings
 from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:

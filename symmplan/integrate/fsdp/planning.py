@@ -11,6 +11,8 @@ from attrs import evolve
 
 from symmplan.capture.fsdp_recording import with_widest
 from symmplan.capture.fsdp_unsharded import kept_after_forward
+from symmplan.choose.choice import NO_ROOM
+from symmplan.choose.chooser import Chosen
 from symmplan.coordination.all_gather import all_agree, all_gather_json, telling
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
@@ -24,8 +26,7 @@ from symmplan.memory.room import LEFT
 from symmplan.memory.topology import served
 from symmplan.model import Algorithm, Buffer
 from symmplan.planner.budget import within
-from symmplan.runtime.choice import NO_ROOM
-from symmplan.runtime.chooser import Chosen, choose_algorithms
+from symmplan.runtime.measure import choose_algorithms
 from symmplan.runtime.tenants import timed
 
 if TYPE_CHECKING:
@@ -33,14 +34,14 @@ if TYPE_CHECKING:
 
     from symmplan.capture.fsdp import Planned
     from symmplan.capture.fsdp_recording import Call, Recording
+    from symmplan.choose.cases import Case
+    from symmplan.choose.choice import Choice
     from symmplan.integrate.fsdp.cases import CallCase
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.integrate.fsdp.memory import Memory
     from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
     from symmplan.model import AlgorithmName, Plan
     from symmplan.planner.budget import Demotable
-    from symmplan.runtime.cases import Case
-    from symmplan.runtime.choice import Choice
     from symmplan.runtime.options import Options
     from symmplan.runtime.tenants import Tenant
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from symmplan.capture.fsdp_recording import Key, Recording
     from symmplan.integrate.fsdp.schedule import Schedule, ScheduledCollective
     from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
-    from symmplan.runtime.observe import Expected
+    from symmplan.place.expected import Expected
     from symmplan.runtime.options import Options
     from symmplan.runtime.tenants import Tenant
 

@@ -16,7 +16,7 @@ from attrs import field, frozen
 
 from symmplan.capture.fsdp import OPS
 from symmplan.model import PUSHES
-from symmplan.runtime.observe import Expected
+from symmplan.place.expected import Expected
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from symmplan.capture.fsdp_recording import Key, Recording
     from symmplan.integrate.fsdp.schedule import ScheduledCollective
+    from symmplan.place.expected import Expected
     from symmplan.runtime.leases import Lease
-    from symmplan.runtime.observe import Expected
 
 __all__ = ["Slot"]
 

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from symmplan.choose.choice import Choice
     from symmplan.errors import SymmplanError
     from symmplan.model import Plan
-    from symmplan.runtime.choice import Choice
     from symmplan.runtime.options import Options
 
 __all__ = ["ExpertParallel"]

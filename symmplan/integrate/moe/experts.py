@@ -11,8 +11,8 @@ from symmplan.torch_private.table import require
 if TYPE_CHECKING:
     import torch
 
+    from symmplan.choose.choice import Choose
     from symmplan.memory.backends import MemoryName
-    from symmplan.runtime.choice import Choose
 
 __all__ = ["expert_parallel"]
 

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from symmplan.choose.choice import Choice
+from symmplan.choose.clock import at_once
+from symmplan.choose.trials import measure_there
 from symmplan.coordination.all_gather import all_agree
 from symmplan.coordination.world import current
 from symmplan.device import device_of
@@ -31,10 +34,7 @@ from symmplan.memory.topology import served
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.report.log import LOG
 from symmplan.runtime.attempt import Refusal
-from symmplan.runtime.choice import Choice
-from symmplan.runtime.clock import at_once
 from symmplan.runtime.prepare import Preparation, checked_plan
-from symmplan.runtime.trials import measure_there
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

@@ -81,9 +81,9 @@ def installed(*, total=80 << 30, had=4 << 30, nccl=(2, 28, 9), counted=False, ra
         nccl: NCCL's version.
         counted: Whether the tensors of the program take bytes of it, which excludes compilers.
     """
+    from symmplan.choose import clock
     from symmplan.device import replace_kind
     from symmplan.memory import kernels
-    from symmplan.runtime import clock
     from symmplan.torch_private import nccl as nccl_seam
     from symmplan.torch_private import peers, symm_mem
 

@@ -19,7 +19,7 @@ from attrs import define, field
 from doubles.capacity import mapping_of
 from doubles.gloo import RUNS, reduction_of
 from doubles.streams import Event, Stream, join, put, streams, touch
-from symmplan.runtime.collectives import NCCL
+from symmplan.place.collectives import NCCL
 from symmplan.torch_private import c10d as names
 
 MiB = 1 << 20

@@ -15,7 +15,7 @@ _STORE: list = []
 
 def _setup(rank, size):
     """Imports take longer than all the rest. Whatever is measured, symmetric memory is chosen."""
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     torch.compile(torch.sin, backend="eager")(torch.ones(2))
     trials.fastest = lambda *_, **__: "symmetric"
@@ -52,7 +52,7 @@ def _uneven(rank, size, inner, dynamic, choose):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     torch._dynamo.reset()
     trials.forget()
@@ -108,7 +108,7 @@ def _uneven_over_two(rank, size, choose):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     torch._dynamo.reset()
     trials.forget()
@@ -284,7 +284,7 @@ def _in_ordinary_memory(rank, size, first):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     torch._dynamo.reset()
     trials.forget()
@@ -358,7 +358,7 @@ def _renamed(rank, size, choose, bind):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     torch._dynamo.reset()
     trials.forget()

@@ -26,7 +26,7 @@ def _compare(rank, size, algorithm, inner):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     torch._dynamo.reset()
     trials.forget()
@@ -85,7 +85,7 @@ def _other(rank, size):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     torch._dynamo.reset()
     trials.forget()
@@ -118,7 +118,7 @@ def _other_later(rank, size):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     trials.forget()
     # Whatever is measured: a collective that stays torch's own meets its peers in torch.
@@ -161,7 +161,7 @@ def _counts(rank, size):
     import torch.distributed as dist
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from symmplan.runtime.work import flops_beside
+    from symmplan.choose.work import flops_beside
 
     name = dist.group.WORLD.group_name
     x, w = torch.randn(6, 8), torch.randn(8, 8)
@@ -182,7 +182,7 @@ def test_products_whose_formula_refuses_their_shapes_are_not_counted(monkeypatch
     """As that of torch 2.11 refuses attention in which keys have fewer heads than queries."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from symmplan.runtime import work
+    from symmplan.choose import work
 
     def refuse(*_args, **_kwargs):
         raise AssertionError("shapes are incompatible")

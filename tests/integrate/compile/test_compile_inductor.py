@@ -213,7 +213,8 @@ def _cached(rank, size, directory):
     from torch._inductor import config
 
     import symmplan
-    from symmplan.runtime import prepare, trials
+    from symmplan.choose import trials
+    from symmplan.runtime import prepare
 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(directory) / str(rank))
     autograd_cache_wanted()

@@ -85,7 +85,7 @@ ORDINARY = {
 
 def _one_alone(rank, world, program, why, dynamic):
     """What is placed, and what the all-to-alls do, where one rank compiles again alone."""
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     fastest, trials.fastest = trials.fastest, lambda *_, **__: "ordinary"
     try:

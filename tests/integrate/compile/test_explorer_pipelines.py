@@ -11,9 +11,9 @@ from explorer_graphs import ALGORITHMS, F, one_sided, rewritten, world
 from graph_explorer import explore_graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from symmplan.choose.work import flops_beside
 from symmplan.errors import VerificationError
 from symmplan.integrate.compile import pipelining
-from symmplan.runtime.work import flops_beside
 from symmplan.torch_private.compilers import fake_mode_of
 
 RANKS = 3

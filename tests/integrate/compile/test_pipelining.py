@@ -11,7 +11,7 @@ from parallel_blocks import blocks, late, shards, trained
 from ranks import pool_of
 
 import symmplan
-from symmplan.runtime.pipeline_cases import PipelineCase, numels_of
+from symmplan.choose.pipeline_cases import PipelineCase, numels_of
 from symmplan.torch_private import works
 
 pytestmark = pytest.mark.ranks

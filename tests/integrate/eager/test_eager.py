@@ -75,7 +75,7 @@ class _StraightLine(torch.fx.Interpreter):
 def _same_program(rank, world_size, program: Program, repeat: int):
     import symmplan
     from symmplan.capture import capture_fx
-    from symmplan.runtime.algorithms import Lowerings
+    from symmplan.place.algorithms import Lowerings
 
     gm, inputs = _graph(program, rank)
     expected = run(program, GROUPS, *(x.clone() for x in inputs))

@@ -88,7 +88,7 @@ def _same(rank, world_size, program, c10d):
 
     import symmplan
     from symmplan.memory import locate
-    from symmplan.runtime import algorithms
+    from symmplan.place import algorithms
 
     kept = algorithms.Lowerings.table
     if c10d:  # as on devices

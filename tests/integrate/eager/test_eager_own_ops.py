@@ -17,7 +17,7 @@ _LIBRARIES: list[torch.library.Library] = []
 def _setup(rank, world_size):
     """Ops that refuse ordinary memory, and one of torch's as devices have it."""
     import symmplan
-    from symmplan.runtime.algorithms import Lowerings
+    from symmplan.place.algorithms import Lowerings
 
     library = torch.library.Library("symmplan_strict", "DEF")
     library.define("mean(Tensor x, str group_name) -> Tensor")

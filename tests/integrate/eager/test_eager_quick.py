@@ -102,7 +102,7 @@ def _together():
 
 
 def _rows(c10d):
-    from symmplan.runtime.algorithms import _C10D, _SHM, Lowerings
+    from symmplan.place.algorithms import _C10D, _SHM, Lowerings
 
     Lowerings.table = property(lambda _: _C10D if c10d else _SHM)
 

@@ -333,9 +333,9 @@ def test_what_is_new_is_measured_while_others_hold_their_buffers(two):
 def failing_freeze(rank, world, where, build=lambda: shard(Net()), program=train):
     """One rank alone fails while the plan is made. How long this one waits, and its error."""
     import symmplan
+    from symmplan.choose import trials
     from symmplan.integrate.fsdp import cases as fsdp_cases
     from symmplan.integrate.fsdp import step_plans
-    from symmplan.runtime import trials
 
     trials.forget()
 

@@ -11,8 +11,8 @@ from held import segments_of_plans
 from ranks import RankPool
 
 import symmplan
+from symmplan.choose.tuning_table import Table, TuningRow
 from symmplan.errors import BackendError, OptionError, OutOfSharedMemoryError, RunError
-from symmplan.runtime.tuning_table import Table, TuningRow
 
 pytestmark = pytest.mark.ranks
 

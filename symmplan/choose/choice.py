@@ -5,7 +5,7 @@ than the ordinary one, small all-gathers gain nothing, and a copy into or out of
 cost more than the collective saves. The cost of a collective is more than its own time: its kernels
 take multiprocessors from the program's kernels, while copy engines take none. So on devices each
 kind, size and group of collective is timed by every algorithm, beside matrix products; see [Note:
-what is timed] in `symmplan.runtime.clock`.
+what is timed] in `symmplan.choose.clock`.
 
 If several algorithms are about equally fast, the cheapest is chosen: first the one that takes fewer
 multiprocessors, if the program computes at the same time, then the one with fewer symmetric bytes.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _Word: TypeAlias = Literal["auto", "measure", "placed", AlgorithmName]
 CHOOSE: tuple[str, ...] = get_args(_Word)
 #: How algorithms are chosen. The name of an algorithm is meant for all collectives that have it; a
-#: path is that of a table, see `symmplan.runtime.tuning_table`, and may also be a text that ends
+#: path is that of a table, see `symmplan.choose.tuning_table`, and may also be a text that ends
 #: with ``.json``.
 Choose: TypeAlias = "_Word | os.PathLike[str]"
 

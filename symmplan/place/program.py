@@ -5,7 +5,7 @@ launched, a result is copied out. A plan adds barriers before some of them. The 
 when they come: a compiled graph has them as nodes, an eager session runs those of a call when the
 program makes the call.
 
-`symmplan.runtime.lower` says what a launched call does.
+`symmplan.place.lower` says what a launched call does.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from symmplan.capture.bounds import bound as bound_of
 from symmplan.capture.graphs import overload_of
 from symmplan.capture.steps import copy_name
 from symmplan.capture.streams import MARK
+from symmplan.place.algorithms import overload_named
+from symmplan.place.expected import Expected
 from symmplan.registry import bind_arguments
-from symmplan.runtime.algorithms import overload_named
-from symmplan.runtime.observe import Expected
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
     from torch import fx
 
     from symmplan.capture.sites import Captured, CopyKind, Site
     from symmplan.model import AlgorithmName, Barrier, OpSpec, Plan
-    from symmplan.runtime.algorithms import Lowering, Lowerings
-    from symmplan.runtime.chooser import Chosen
+    from symmplan.place.algorithms import Lowering, Lowerings
 
 
 @frozen(eq=False)
@@ -125,7 +124,8 @@ def place(
     captured: Captured,
     plan: Plan,
     lowerings: Lowerings,
-    chosen: Chosen[fx.Node],
+    algorithm: Callable[[fx.Node], AlgorithmName],
+    engines: Mapping[fx.Node, str],
     barriers: Iterable[Barrier],
 ) -> PlacedProgram:
     """Put a plan into practice.
@@ -134,7 +134,8 @@ def place(
         captured: The program.
         plan: A plan whose problem contains the captured one.
         lowerings: How ops run on the memory backend.
-        chosen: How its collectives run.
+        algorithm: The algorithm of a collective that has placements.
+        engines: The communicators of those whose own op runs on copy engines, by name.
         barriers: Those of the plan, and more if the program needs more.
 
     Collective: no.
@@ -142,13 +143,16 @@ def place(
     return PlacedProgram(
         captured,
         plan,
-        _calls(captured, lowerings, chosen),
+        _calls(captured, lowerings, algorithm, engines),
         tuple(_in_order(captured, barriers)),
     )
 
 
 def _calls(
-    captured: Captured, lowerings: Lowerings, chosen: Chosen[fx.Node]
+    captured: Captured,
+    lowerings: Lowerings,
+    algorithm: Callable[[fx.Node], AlgorithmName],
+    engines: Mapping[fx.Node, str],
 ) -> dict[fx.Node, PlacedCall]:
     sites: dict[fx.Node, list[Site]] = {}
     for site in captured.sites:
@@ -173,12 +177,12 @@ def _calls(
             overload=overload,
             row=row,
             group=group,
-            engine=chosen.engines.get(node, ""),
+            engine=engines.get(node, ""),
             sites=tuple(mine),
             paths=tuple(path for _, path in captured.values.of_node(node)),
             results={**made.get(node, {}), **results},
             prefix=captured.prefix,
-            expected=_expected(captured, node, row, lowerings.memory, chosen),
+            expected=_expected(captured, node, row, lowerings.memory, algorithm(node)),
         )
     return found
 
@@ -188,7 +192,7 @@ def _expected(
     node: fx.Node,
     row: Lowering | None,
     memory: str,
-    chosen: Chosen[fx.Node],
+    algorithm: AlgorithmName,
 ) -> Expected | None:
     overload = overload_of(node.target)
     if row is None or overload is None:
@@ -204,7 +208,7 @@ def _expected(
         memory=memory,
         nbytes=sum((bound_of(f.numel()) or 0) * f.element_size() for f in fakes),
         dtype=str(fakes[0].dtype).removeprefix("torch."),
-        algorithm=chosen.placed(node),
+        algorithm=algorithm,
         reduction=reduction if isinstance(reduction, str) else "",
         target=row.target,
         launches=len(given),

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve, field, frozen
 
-from symmplan.runtime.choice import Choice
+from symmplan.choose.choice import Choice
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from typing_extensions import Self
 
+    from symmplan.choose.clock import Act
     from symmplan.model import AlgorithmName
-    from symmplan.runtime.clock import Act
 
 #: Parts of tensors begin at a multiple of so many bytes.
 _ALIGN = 256

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve, frozen
 
+from symmplan.choose.cases import Case, aligned, cut
 from symmplan.memory import BACKENDS
-from symmplan.runtime.cases import Case, aligned, cut
 from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from symmplan.runtime.clock import Act
+    from symmplan.choose.clock import Act
 
 _C10D: Any = torch.ops._c10d_functional
 _wait = _C10D.wait_tensor

@@ -42,7 +42,7 @@ class TuningRow:
     Attributes:
         op: ``"all_gather"``, ``"reduce_scatter"``, or an op's qualified name.
         ranks: How many ranks the group had.
-        nbytes: Bytes, as in `symmplan.runtime.choice.Choice`.
+        nbytes: Bytes, as in `symmplan.choose.choice.Choice`.
         algorithm: The algorithm that was chosen.
         seconds: ``{algorithm: time}`` that it was chosen by.
     """

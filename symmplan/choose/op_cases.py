@@ -10,11 +10,11 @@ from attrs import field, frozen
 
 from symmplan.capture.bounds import bound as bound_of
 from symmplan.capture.graphs import overload_of
+from symmplan.choose.cases import Case, aligned, cut
+from symmplan.choose.work import flops_beside
+from symmplan.place.algorithms import overload_named
 from symmplan.registry import bind_arguments
 from symmplan.registry.catalogue import collective_of
-from symmplan.runtime.algorithms import overload_named
-from symmplan.runtime.cases import Case, aligned, cut
-from symmplan.runtime.work import flops_beside
 from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.capture import Captured
+    from symmplan.choose.clock import Act
     from symmplan.model import AlgorithmName
-    from symmplan.runtime.algorithms import Lowering
-    from symmplan.runtime.clock import Act
+    from symmplan.place.algorithms import Lowering
 
 #: Arguments of all-to-alls. What has placements has equal parts.
 _SPLITS = ("output_split_sizes", "input_split_sizes")

@@ -15,8 +15,8 @@ from symmplan.integrate.fsdp import memory as fsdp_memory
 from symmplan.integrate.fsdp.memory import Memory
 from symmplan.memory import realize, torch_symm
 from symmplan.model import Access, Buffer, Operation, Problem, SegmentSpec
+from symmplan.place.engines import register
 from symmplan.process import PROCESS
-from symmplan.runtime.engines import register
 from symmplan.runtime.options import Options
 from symmplan.runtime.tenants import timed
 from symmplan.torch_private import nccl

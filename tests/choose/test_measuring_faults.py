@@ -70,7 +70,7 @@ PROGRAMS = {"fsdp": _fsdp, "compiled": _compiled, "eager": _eager}
 
 def _break(moment, after):
     """From the call ``after`` on, a moment of a measurement goes wrong on this rank."""
-    from symmplan.runtime import clock
+    from symmplan.choose import clock
 
     owner = clock.Clock
     name = {"between": "span", "beside": "_multiply", "product": "product"}.get(moment, "_multiply")
@@ -92,7 +92,7 @@ def _break(moment, after):
 
 
 def _run(rank, world, program, moment, after, victim):
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     group = dist.new_group(range(world))  # with half an hour's patience, and of no more use then
     trials.forget()

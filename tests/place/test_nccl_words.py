@@ -16,8 +16,8 @@ from symmplan.capture.fsdp_recording import Call, Key
 from symmplan.integrate.fsdp.cases import case_of, why_not_measured
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.model import Algorithm
-from symmplan.runtime.algorithms import Lowerings
-from symmplan.runtime.chooser import choose_algorithms
+from symmplan.place.algorithms import Lowerings
+from symmplan.runtime.measure import choose_algorithms
 from symmplan.runtime.options import Options
 from symmplan.runtime.prepare import Preparation
 

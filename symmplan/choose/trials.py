@@ -15,7 +15,7 @@
     tensors. A larger collective is measured on a part, and the seconds are scaled: at such sizes
     the ratio of its algorithms hardly depends on the size any more. If a rank has fewer bytes to
     spare, the parts are smaller on all ranks. If they would be too small to tell anything, nothing
-    is measured, and the rules of `symmplan.runtime.tuning_table` choose. All of it is given back,
+    is measured, and the rules of `symmplan.choose.tuning_table` choose. All of it is given back,
     also to the driver, before anything is planned.
 """
 
@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
+from symmplan.choose.choice import fastest
+from symmplan.choose.clock import clock_bytes, clock_of, seconds_of
 from symmplan.coordination.all_gather import all_gather_json, leaders, least
 from symmplan.coordination.own import own_work
 from symmplan.device import kind_of
@@ -35,19 +37,17 @@ from symmplan.memory.cache import borrowed
 from symmplan.memory.device_memory import device_memory, empty_cache, require_left
 from symmplan.memory.room import LEFT, free_bytes
 from symmplan.model import Access, Buffer, Operation, Problem
+from symmplan.place.engines import engines_of, register
 from symmplan.planner import plan as plan_problem
 from symmplan.process import PROCESS
-from symmplan.runtime.choice import fastest
-from symmplan.runtime.clock import clock_bytes, clock_of, seconds_of
-from symmplan.runtime.engines import engines_of, register
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
+    from symmplan.choose.cases import Case
+    from symmplan.choose.choice import Choice
+    from symmplan.choose.clock import Act
     from symmplan.memory import Arena
-    from symmplan.runtime.cases import Case
-    from symmplan.runtime.choice import Choice
-    from symmplan.runtime.clock import Act
 
 #: Bytes that measuring may take on a rank, beside what plans take.
 BEYOND = 256 << 20

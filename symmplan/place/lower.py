@@ -11,15 +11,15 @@ import functools
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from symmplan.capture.graphs import at_path
-from symmplan.runtime.algorithms import overload_named
+from symmplan.place.algorithms import overload_named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from symmplan.capture.graphs import Path, Value
     from symmplan.capture.sites import Site
-    from symmplan.runtime.algorithms import Lowering
-    from symmplan.runtime.program import PlacedCall
+    from symmplan.place.algorithms import Lowering
+    from symmplan.place.program import PlacedCall
 
 V = TypeVar("V")
 #: ``{site: (its placement, the program's tensor)}`` of arguments.

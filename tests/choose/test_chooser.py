@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from symmplan.choose.choice import NO_ROOM
+from symmplan.choose.chooser import nearest
+from symmplan.choose.op_cases import OpCase
 from symmplan.integrate.fsdp.cases import CallCase
 from symmplan.memory.torch_symm import SPLIT_WORDS
 from symmplan.model import Algorithm
 from symmplan.planner.budget import Demotable, together
-from symmplan.runtime.choice import NO_ROOM
-from symmplan.runtime.chooser import _nearest, choose_algorithms
-from symmplan.runtime.op_cases import OpCase
+from symmplan.runtime.measure import choose_algorithms
 from symmplan.runtime.options import Options
 from symmplan.runtime.prepare import Preparation
 
@@ -57,7 +58,7 @@ def test_all_collectives_of_a_case_give_algorithm_and_no_others():
     ],
 )
 def test_what_has_not_the_algorithm_that_is_meant_takes_the_next(wanted, algorithms):
-    assert [_nearest(wanted, case).name for case in (ODD, GATHER, REDUCE, SUM)] == algorithms
+    assert [nearest(wanted, case).name for case in (ODD, GATHER, REDUCE, SUM)] == algorithms
 
 
 def test_a_part_keeps_to_the_bytes_and_divides_among_the_ranks():

@@ -19,9 +19,9 @@ from attrs import asdict, field, frozen
 
 from symmplan.capture.c10d import FUNCTIONAL
 from symmplan.memory import BACKENDS
+from symmplan.place.algorithms import ONE_HOST, Lowerings
 from symmplan.registry.catalogue import collective_of
 from symmplan.registry.rows import COLLECTIVES, SYMM_MEM
-from symmplan.runtime.algorithms import ONE_HOST, Lowerings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,10 +7,10 @@ import torch
 from ranks import pool_of
 
 import symmplan
+from symmplan.choose.choice import CHOOSE, Choice, fastest
 from symmplan.errors import BackendError
+from symmplan.place.algorithms import is_target
 from symmplan.process import PROCESS
-from symmplan.runtime.algorithms import is_target
-from symmplan.runtime.choice import CHOOSE, Choice, fastest
 from symmplan.runtime.options import Options
 
 F = torch.ops._c10d_functional
@@ -92,7 +92,7 @@ def _setup(rank, size):
     """A group that stands for copy engines: gloo has none, but symmplan goes the same way."""
     import torch.distributed as dist
 
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     made = dist.new_group([0, 1])
 
@@ -150,7 +150,7 @@ def _algorithms(rank, size, how, choose, program):
     """Run a program five times; what was chosen, and how often over copy engines."""
     import torch.distributed as dist
 
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     torch._dynamo.reset()
     trials.forget()
@@ -235,7 +235,7 @@ def test_every_algorithm_is_measured_and_what_was_chosen_runs(pair, how, program
 
 def _measured(rank, size, how, algorithm, program):
     """The same, whatever is measured; the measurement's own collectives are not counted."""
-    from symmplan.runtime import trials
+    from symmplan.choose import trials
 
     def chosen(seconds, **_):
         return algorithm if algorithm in seconds else "symmetric"
