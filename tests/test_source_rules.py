@@ -21,7 +21,7 @@ MAY_KEEP = {
     "process.py: PROCESS": "it is the state",
     "registry/declare.py: store": "the op registry, an object of its own that tests isolate",
     "integrate/compile/backend.py: symmplan": "what Dynamo's entry point names; it has release()",
-    "memory/library.py: _LIBRARY": "ops that are defined at import, for as long as torch lives",
+    "memory/ops/library.py: _LIBRARY": "ops that are defined at import, for as long as torch lives",
     "integrate/compile/ops.py: _LIBRARY": "the same",
     "integrate/compile/ops.py: _SYMM_MEM_LIBRARY": "the same",
 }

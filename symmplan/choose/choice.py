@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from attrs import field, frozen
 
-from symmplan.memory.torch_symm import SPLIT_WORDS
+from symmplan.memory.backends.torch_symm import SPLIT_WORDS
 from symmplan.model import AlgorithmName
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from attrs import evolve, field, frozen
 from symmplan.choose.choice import DEMOTED
 from symmplan.choose.trials import all_slowest, choices_of, chosen_by
 from symmplan.choose.tuning_table import ruled
-from symmplan.memory.torch_symm import SPLIT_WORDS
+from symmplan.memory.backends.torch_symm import SPLIT_WORDS
 from symmplan.model import Algorithm
 from symmplan.torch_private import c10d
 

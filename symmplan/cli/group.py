@@ -49,7 +49,7 @@ def _examined(device: torch.device) -> dict[str, Any] | None:
     from symmplan.coordination.groups import resolve_groups
     from symmplan.memory import resolve_backend
     from symmplan.memory.beyond import beyond_segments
-    from symmplan.memory.topology import survey
+    from symmplan.memory.meeting.topology import survey
     from symmplan.place.collectives import verdicts
 
     groups = resolve_groups(["default"])

@@ -4,8 +4,8 @@
     `symmplan.simulate` runs a program as one rank of a world without peers, on fake tensors. The
     integrations do there what they do anywhere, with four exceptions that ask `current`: in an
     exchange every other rank says what this one says (`symmplan.coordination.exchange`), segments
-    have no bytes (`symmplan.memory.local`), algorithms are ruled or looked up instead of measured,
-    and nothing runs in placements (`symmplan.runtime.executor`).
+    have no bytes (`symmplan.memory.backends.local`), algorithms are ruled or looked up instead of
+    measured, and nothing runs in placements (`symmplan.runtime.executor`).
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import at_drop, own_work
 from symmplan.device import device_of
 from symmplan.errors import OptionError, ReleasedError
+from symmplan.memory.backends.resolve import resolve_backend
+from symmplan.memory.backends.shm import ShmBackend
 from symmplan.memory.beyond import counting
 from symmplan.memory.device_memory import require_left
 from symmplan.memory.health import Health
@@ -19,9 +21,7 @@ from symmplan.memory.held_segment import note_released
 from symmplan.memory.leased import lease_again
 from symmplan.memory.placed_tensor import placement_of, view_of
 from symmplan.memory.races import RaceDetector
-from symmplan.memory.resolve import resolve_backend
 from symmplan.memory.segment import Segment
-from symmplan.memory.shm import ShmBackend
 from symmplan.model import Plan
 from symmplan.process import PROCESS
 from symmplan.torch_private.c10d import has_process_groups, world

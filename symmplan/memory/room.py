@@ -39,8 +39,7 @@ from attrs import evolve, frozen
 
 from symmplan.coordination.all_gather import least
 from symmplan.coordination.world import current
-from symmplan.memory import shm_file
-from symmplan.memory.backends import BACKENDS
+from symmplan.memory.backends import BACKENDS, shm_file
 from symmplan.memory.device_memory import device_memory
 from symmplan.torch_private import c10d
 

@@ -15,9 +15,9 @@ from torch import fx
 
 from symmplan.capture.graphs import at_path, overload_of
 from symmplan.memory import BACKENDS
-from symmplan.memory.calls import TWO_LEVELS
-from symmplan.memory.library import IMPLEMENTATIONS
-from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
+from symmplan.memory.backends.torch_symm import SPLIT_WORDS, is_whole_words
+from symmplan.memory.meeting.calls import TWO_LEVELS
+from symmplan.memory.ops.library import IMPLEMENTATIONS
 from symmplan.registry import bind_arguments
 from symmplan.registry.catalogue import collective_of, runs_on_groups
 
@@ -44,8 +44,8 @@ class Lowering:
             or its input (in-place ops).
         inplace: The target works in place: the input is copied into ``out`` first.
         each: The op takes lists; the target runs once for each element.
-        one_sided: The target is one of `symmplan.memory.ops`: it meets on entry and releases on
-            exit. Otherwise it is a collective of the process group.
+        one_sided: The target is one of `symmplan.memory.ops.one_sided`: it meets on entry and
+            releases on exit. Otherwise it is a collective of the process group.
         started: Of a one-sided target: it is over when it is waited for, not when it returns.
         equal: It has parts for each rank, and takes them only if all are of one size.
         why_not: Reason given for the declared tensors that are not needed.
@@ -70,7 +70,7 @@ class Lowering:
 
     @property
     def two_levels(self) -> bool:
-        """Whether it runs over several hosts, too; see `symmplan.memory.counterparts`."""
+        """Whether it runs over several hosts, too; see `symmplan.memory.meeting.counterparts`."""
         return self.started or self.target in TWO_LEVELS
 
 
@@ -122,7 +122,7 @@ _SHM: Mapping[str, Lowering] = {
     "symmplan::shift.default": _own("shift_out", "return", why_not=_PUSHES),
 }
 
-#: On devices over several hosts: see `symmplan.memory.started`.
+#: On devices over several hosts: see `symmplan.memory.ops.started`.
 _STARTED: Mapping[str, Lowering] = {
     op: evolve(row, target=target, started=True)
     for op, row in _SHM.items()

@@ -26,7 +26,7 @@ from symmplan.registry.rows import COLLECTIVES, SYMM_MEM
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from symmplan.memory.topology import Topology
+    from symmplan.memory.meeting.topology import Topology
     from symmplan.model import AlgorithmName
     from symmplan.registry.rows import CatalogueRow
 

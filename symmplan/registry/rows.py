@@ -10,8 +10,8 @@
 
 [Note: facts of collectives]
     These are facts of the process group's own collectives, on any backend. symmplan's collectives
-    in shared memory do more, see `symmplan.memory.ops`. The words are those of [Note: peers count]
-    in `symmplan.model`.
+    in shared memory do more, see `symmplan.memory.ops.one_sided`. The words are those of
+    [Note: peers count] in `symmplan.model`.
 
     *synchronizes*: a rank's result of an all-gather, a reduce-scatter or an all-reduce depends on
     the inputs of all ranks, so no rank is past the wait before all have started. In a broadcast the

@@ -18,7 +18,7 @@ from symmplan.choose.choice import DEMOTED, NO_ROOM
 from symmplan.choose.chooser import Chosen
 from symmplan.choose.op_cases import cases_of
 from symmplan.coordination.groups import resolve_groups
-from symmplan.memory.topology import served
+from symmplan.memory.meeting.topology import served
 from symmplan.place.algorithms import ONE_HOST
 from symmplan.planner.budget import Demotable, together, within
 from symmplan.registry.catalogue import collective_of

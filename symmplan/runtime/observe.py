@@ -23,8 +23,8 @@ from symmplan.coordination.groups import resolve_groups
 from symmplan.device import device_of
 from symmplan.errors import RunError
 from symmplan.memory import BACKENDS, locate
-from symmplan.memory.topology import Topology, known
-from symmplan.memory.two_levels import SHOWN
+from symmplan.memory.meeting.topology import Topology, known
+from symmplan.memory.ops.two_levels import SHOWN
 from symmplan.model import PUSHES, AlgorithmName
 from symmplan.place.collectives import NCCL
 from symmplan.process import PROCESS

@@ -34,11 +34,12 @@ from symmplan.coordination.exchange import Exchange
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
 from symmplan.errors import AgreementError
-from symmplan.memory import cache, resolve_backend, topology
+from symmplan.memory import cache, resolve_backend
+from symmplan.memory.backends.resolve import agree_on_levels
 from symmplan.memory.beyond import beyond_segments
 from symmplan.memory.cache import cached_bytes
 from symmplan.memory.device_memory import device_memory, empty_cache
-from symmplan.memory.resolve import agree_on_levels
+from symmplan.memory.meeting import topology
 from symmplan.memory.room import agreed_room
 from symmplan.planner import plan as plan_problem
 from symmplan.report.log import log_plan

@@ -20,7 +20,7 @@ from symmplan.device import kind_of
 from symmplan.errors import OptionError, SimulationError, closest
 from symmplan.memory import BACKENDS
 from symmplan.memory.beyond import expected_beyond
-from symmplan.memory.topology import simulated
+from symmplan.memory.meeting.topology import simulated
 from symmplan.model import PUSHES
 from symmplan.place.algorithms import is_target
 from symmplan.runtime.options import function, whole

@@ -9,7 +9,7 @@ from symmplan.choose.choice import NO_ROOM
 from symmplan.choose.chooser import nearest
 from symmplan.choose.op_cases import OpCase
 from symmplan.integrate.fsdp.cases import CallCase
-from symmplan.memory.torch_symm import SPLIT_WORDS
+from symmplan.memory.backends.torch_symm import SPLIT_WORDS
 from symmplan.model import Algorithm
 from symmplan.planner.budget import Demotable, together
 from symmplan.runtime.measure import choose_algorithms

@@ -59,7 +59,8 @@ _LAST: dict = {}
 
 def fail_in_allocate(rank, world, error):
     from symmplan.errors import OutOfSharedMemoryError
-    from symmplan.memory import realize, shm
+    from symmplan.memory import realize
+    from symmplan.memory.backends import shm
 
     def broken(nbytes):
         if error == "known":

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ranks import RankPool
 
 from symmplan.memory.backends import BACKENDS, REACHES
-from symmplan.memory.topology import Topology, facts_of, topology_of
+from symmplan.memory.meeting.topology import Topology, facts_of, topology_of
 from symmplan.process import PROCESS
 
 F = torch.ops._c10d_functional
@@ -119,7 +119,7 @@ def _surveyed(rank, size):
 
     import torch.distributed as dist
 
-    from symmplan.memory import topology
+    from symmplan.memory.meeting import topology
 
     cpu, world = torch.device("cpu"), dist.group.WORLD
     asked = []
@@ -157,7 +157,7 @@ def _fake(rank, kind):
     import contextlib
     from unittest import mock
 
-    from symmplan.memory import topology
+    from symmplan.memory.meeting import topology
 
     host = f"host {rank}" if kind != "one host" else "host"
     facts = {"host": host, "device": "cpu", "fabric": "x/1" if kind == "nvlink" else ""}

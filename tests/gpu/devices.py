@@ -67,7 +67,7 @@ def share_device(rank, world, folder):
     """
     import torch.distributed as dist
 
-    from symmplan.memory import torch_symm
+    from symmplan.memory.backends import torch_symm
 
     devices, host = torch.cuda.device_count(), os.environ.get("NCCL_HOSTID")
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"

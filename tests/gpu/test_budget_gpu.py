@@ -92,7 +92,7 @@ def crowded(rank, world, choose, left):
 
 def failing(rank, world, stage, victim, choose):
     from symmplan.errors import BackendError, OutOfSharedMemoryError
-    from symmplan.memory.torch_symm import TorchSymmBackend
+    from symmplan.memory.backends.torch_symm import TorchSymmBackend
 
     def fails(*args, **kwargs):
         kind = OutOfSharedMemoryError if stage == "allocate" else BackendError

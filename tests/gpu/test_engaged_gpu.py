@@ -145,7 +145,7 @@ def graph_and_session(rank, world):
 def told(rank, world):
     import torch.distributed as dist
 
-    from symmplan.memory.topology import survey
+    from symmplan.memory.meeting.topology import survey
 
     device = torch.device("cuda", torch.cuda.current_device())
     return survey({"g": dist.group.WORLD}, device, 60.0)["g"]

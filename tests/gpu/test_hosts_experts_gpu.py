@@ -45,7 +45,7 @@ class _Crossed:
     """Bytes of each message between hosts, while it is entered."""
 
     def __enter__(self):
-        from symmplan.memory.device_hosts import DeviceCounterparts
+        from symmplan.memory.meeting.device_hosts import DeviceCounterparts
 
         self.sizes, self._exchange = [], DeviceCounterparts.exchange
 
@@ -57,7 +57,7 @@ class _Crossed:
         return self.sizes
 
     def __exit__(self, *_):
-        from symmplan.memory.device_hosts import DeviceCounterparts
+        from symmplan.memory.meeting.device_hosts import DeviceCounterparts
 
         DeviceCounterparts.exchange = self._exchange
 

@@ -52,7 +52,7 @@ def _collectives(rank, size):
     import torch.distributed as dist
 
     from symmplan.memory import realize
-    from symmplan.memory.topology import survey
+    from symmplan.memory.meeting.topology import survey
     from symmplan.model import Problem
     from symmplan.planner import plan
 
@@ -146,8 +146,8 @@ def test_fsdp_in_two_levels(four):
 
 def _by_default(rank, size):
     """The same with the memory that a program gets, where NCCL's must not be chosen."""
-    from symmplan.memory import torch_symm
-    from symmplan.memory.topology import facts_of
+    from symmplan.memory.backends import torch_symm
+    from symmplan.memory.meeting.topology import facts_of
     from symmplan.torch_private import symm_mem
 
     def never(_):

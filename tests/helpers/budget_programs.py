@@ -17,11 +17,11 @@ from held import segments_of_plans
 
 #: What can fail on a rank while memory is made: where, and with what.
 STAGES = {
-    "allocate": ("symmplan.memory.shm", "create"),
-    "map": ("symmplan.memory.shm", "map_file"),
-    "share": ("symmplan.memory.shm", "open_peer"),
-    "rendezvous": ("symmplan.memory.shm.ShmBackend", "rendezvous"),
-    "settle": ("symmplan.memory.shm.ShmBackend", "settle"),
+    "allocate": ("symmplan.memory.backends.shm", "create"),
+    "map": ("symmplan.memory.backends.shm", "map_file"),
+    "share": ("symmplan.memory.backends.shm", "open_peer"),
+    "rendezvous": ("symmplan.memory.backends.shm.ShmBackend", "rendezvous"),
+    "settle": ("symmplan.memory.backends.shm.ShmBackend", "settle"),
     "look": ("symmplan.memory.room", "free_bytes"),
 }
 #: The same where algorithms are measured.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from symmplan.memory.topology import Topology
+from symmplan.memory.meeting.topology import Topology
 
 #: Bytes of a rank's segment.
 NBYTES = 4096
@@ -37,7 +37,7 @@ def counterparts_over_gloo(group, hosts=2):
 
     from symmplan.coordination.agreement import agree
     from symmplan.coordination.exchange import Exchange
-    from symmplan.memory import device_hosts
+    from symmplan.memory.meeting import device_hosts
     from symmplan.model import Problem
     from symmplan.planner import plan
     from symmplan.process import PROCESS
@@ -65,9 +65,9 @@ def segment_on_hosts(group, folder, hosts=2, nbytes=NBYTES):
     """This rank's bytes, which its host reaches and the others do not."""
     import torch.distributed as dist
 
-    from symmplan.memory.device_hosts import DeviceHostsMeeting
+    from symmplan.memory.backends.local import LocalBackend
     from symmplan.memory.health import Health
-    from symmplan.memory.local import LocalBackend
+    from symmplan.memory.meeting.device_hosts import DeviceHostsMeeting
     from symmplan.memory.segment import Segment
     from symmplan.model import SegmentSpec
 

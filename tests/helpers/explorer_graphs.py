@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import symmplan
-import symmplan.memory.ops
+import symmplan.memory.ops.one_sided
 from symmplan.capture import capture_fx
 from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.capture.steps import plan_poison

@@ -53,9 +53,10 @@ def forced(rank, world, algorithm, program, *args):
 @contextlib.contextmanager
 def forced_kind(kind, rank):
     """A measurement in which torch's own way wins for one kind of collective, and no other."""
-    from symmplan.choose import chooser, trials
+    from symmplan.choose import trials
+    from symmplan.runtime import measure as measuring
 
-    measure, seconds_of = chooser.measure, trials.seconds_of
+    measure, seconds_of = measuring.measure, trials.seconds_of
 
     def forced(wanted, *args, **kwargs):
         ops = iter([case.op for case in wanted])
@@ -70,11 +71,11 @@ def forced_kind(kind, rank):
         return measure(wanted, *args, **kwargs)
 
     trials.forget()
-    chooser.measure = forced
+    measuring.measure = forced
     try:
         yield
     finally:
-        chooser.measure, trials.seconds_of = measure, seconds_of
+        measuring.measure, trials.seconds_of = measure, seconds_of
         trials.forget()
 
 

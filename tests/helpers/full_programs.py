@@ -31,9 +31,9 @@ _FACTORIES = "empty zeros ones full empty_like zeros_like empty_strided tensor a
 _METHODS = "clone to contiguous reshape float new_empty new_zeros"
 #: What makes memory that is no tensor's.
 _SEAMS = (
-    ("symmplan.memory.shm", "create"),
-    ("symmplan.memory.shm", "map_file"),
-    ("symmplan.memory.shm", "open_peer"),
+    ("symmplan.memory.backends.shm", "create"),
+    ("symmplan.memory.backends.shm", "map_file"),
+    ("symmplan.memory.backends.shm", "open_peer"),
     ("symmplan.torch_private.nccl", "copy_engine_group"),
 )
 

@@ -69,7 +69,8 @@ class _Form:
 
 _F, _S = "_c10d_functional::", "symmplan::"
 
-#: What the forms of collectives do: torch's ``Functional.cpp``, and `symmplan.memory.ops`.
+#: What the forms of collectives do: torch's ``Functional.cpp``, and
+#: `symmplan.memory.ops.one_sided`.
 _COLLECTIVES = {
     f"{_F}all_gather_into_tensor": _Form("all_gather"),
     f"{_F}all_gather_into_tensor_out": _Form("all_gather", "out"),

@@ -152,7 +152,7 @@ def routed(rank, size, seed):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.memory.counterparts import Counterparts
+    from symmplan.memory.meeting.counterparts import Counterparts
 
     crossed, exchange = [], Counterparts.exchange
     Counterparts.exchange = lambda self, output, source, *parts: (

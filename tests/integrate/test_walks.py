@@ -17,7 +17,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.fsdp import fully_shard
 
 import symmplan
-from symmplan.memory import control
+from symmplan.memory.meeting import control
 
 pytestmark = [pytest.mark.ranks, pytest.mark.all_cases]
 

@@ -16,8 +16,8 @@ from ranks import RankPool, pool_of
 import symmplan
 from symmplan.device import DeviceMemory
 from symmplan.memory import beyond, realize
+from symmplan.memory.backends.local import LocalBackend
 from symmplan.memory.beyond import beyond_segments, counting
-from symmplan.memory.local import LocalBackend
 from symmplan.model import Problem
 from symmplan.process import PROCESS
 from symmplan.report.log import log_plan
@@ -166,7 +166,7 @@ def _trained(rank, world, driven, algorithm="symmetric"):
 
     from symmplan.choose import trials
     from symmplan.integrate.fsdp import memory
-    from symmplan.memory.shm import ShmBackend
+    from symmplan.memory.backends.shm import ShmBackend
 
     driver, made = _Driver(), {"rendezvous": 3 * MiB, "trials": 5 * MiB, "kernels": 2 * MiB}
     with pytest.MonkeyPatch.context() as patch:
@@ -259,9 +259,10 @@ def _measured_there(rank, world):
 
     import torch.distributed as dist
 
-    from symmplan.choose import chooser, trials
+    from symmplan.choose import trials
     from symmplan.choose.choice import Choice
     from symmplan.choose.clock import at_once
+    from symmplan.runtime import measure
 
     clocks, gone, x = [], [], torch.ones(8)
 
@@ -282,7 +283,7 @@ def _measured_there(rank, world):
     with pytest.MonkeyPatch.context() as patch:
         made = trials.clock_of
         patch.setattr(trials, "clock_of", clock_of)
-        for module in (trials, chooser):
+        for module in (trials, measure):
             patch.setattr(module, "empty_cache", lambda _: gone.append(is_gone()))
         acts = {"ordinary": at_once(lambda: dist.all_reduce(x))}
         trials.measure_there(choice, acts, group, CPU, 30.0)
@@ -352,7 +353,7 @@ def _doctored(rank, world, port, driven, *argv):
     import os
 
     from symmplan.cli import main
-    from symmplan.memory.shm import ShmBackend
+    from symmplan.memory.backends.shm import ShmBackend
 
     env = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in env.items()})

@@ -34,12 +34,12 @@ from symmplan.memory import (
     realize,
     resolve_backend,
 )
-from symmplan.memory.calls import OPS, describe, note
+from symmplan.memory.backends.local import LocalBackend
+from symmplan.memory.backends.torch_symm import TorchSymmBackend
+from symmplan.memory.backends.windows import WindowsBackend
 from symmplan.memory.health import Health
-from symmplan.memory.local import LocalBackend
+from symmplan.memory.meeting.calls import OPS, describe, note
 from symmplan.memory.room import agreed_room
-from symmplan.memory.torch_symm import TorchSymmBackend
-from symmplan.memory.windows import WindowsBackend
 from symmplan.model import SegmentSpec
 from symmplan.process import PROCESS
 
@@ -80,7 +80,7 @@ def test_memory_that_no_rank_frees_alone_is_kept_for_the_next_user(monkeypatch):
 
 @pytest.mark.parametrize(("memory", "frees"), [("cuda", True), ("nccl", False), ("nvshmem", False)])
 def test_who_frees_its_memory_alone(memory, frees, monkeypatch):
-    monkeypatch.setattr("symmplan.memory.torch_symm._select", lambda *_: None)
+    monkeypatch.setattr("symmplan.memory.backends.torch_symm._select", lambda *_: None)
     assert TorchSymmBackend(memory, torch.device("cuda", 0), {}).frees is frees
 
 
@@ -90,7 +90,7 @@ def test_windows_are_given_back_at_once_where_all_ranks_release_in_one_order(tem
 
 
 def test_what_leaves_a_device_without_room_to_register_it_is_not_there(monkeypatch):
-    monkeypatch.setattr("symmplan.memory.torch_symm._select", lambda *_: None)
+    monkeypatch.setattr("symmplan.memory.backends.torch_symm._select", lambda *_: None)
     monkeypatch.setattr("symmplan.torch_private.symm_mem.empty", lambda *_: torch.empty(4096))
     monkeypatch.setattr(torch.cuda, "device", lambda *_: contextlib.nullcontext())
     left = [1 << 20]

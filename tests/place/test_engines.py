@@ -13,7 +13,8 @@ from ranks import pool_of
 import symmplan
 from symmplan.integrate.fsdp import memory as fsdp_memory
 from symmplan.integrate.fsdp.memory import Memory
-from symmplan.memory import realize, torch_symm
+from symmplan.memory import realize
+from symmplan.memory.backends import torch_symm
 from symmplan.model import Access, Buffer, Operation, Problem, SegmentSpec
 from symmplan.place.engines import register
 from symmplan.process import PROCESS
@@ -173,7 +174,7 @@ def _registered_in_vain(rank, size, left):
 
     from symmplan.errors import BackendError
     from symmplan.memory import arena as arenas
-    from symmplan.memory.shm import ShmBackend
+    from symmplan.memory.backends.shm import ShmBackend
 
     other, acts, said = dist.new_group([0, 1]), [], []
 

@@ -1,4 +1,6 @@
-"""What NCCL cannot gather in symmetric memory stays out of plans; see `memory/torch_symm.py`.
+"""What NCCL cannot gather in symmetric memory stays out of plans.
+
+See `memory/backends/torch_symm.py`.
 
 Decided without a device. What the devices do is in `gpu/test_memory_gpu.py`.
 """
@@ -14,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from symmplan.capture import capture_fx
 from symmplan.capture.fsdp_recording import Call, Key
 from symmplan.integrate.fsdp.cases import case_of, why_not_measured
-from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
+from symmplan.memory.backends.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.model import Algorithm
 from symmplan.place.algorithms import Lowerings
 from symmplan.runtime.measure import choose_algorithms

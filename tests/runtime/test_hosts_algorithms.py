@@ -149,7 +149,7 @@ def _narrow(rank, size, dtype):
 
     import symmplan
     from symmplan.coordination.groups import host
-    from symmplan.memory.counterparts import Counterparts
+    from symmplan.memory.meeting.counterparts import Counterparts
 
     group = dist.group.WORLD.group_name
     backend = symmplan.backend(inner="eager", choose="placed", timeout=30.0)
@@ -218,7 +218,7 @@ def _crossed(rank, size):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.memory.counterparts import Counterparts
+    from symmplan.memory.meeting.counterparts import Counterparts
 
     sent = []
     gather = Counterparts.gather

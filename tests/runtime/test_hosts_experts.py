@@ -88,7 +88,7 @@ def _doubled(rank, size):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.memory.counterparts import Counterparts
+    from symmplan.memory.meeting.counterparts import Counterparts
 
     crossed, exchange = [], Counterparts.exchange
     Counterparts.exchange = lambda self, output, source, *parts: (

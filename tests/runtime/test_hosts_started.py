@@ -41,7 +41,7 @@ class _Later(dist.Work):
 
 def _as_devices(rank, size, when):
     """Use the rows of devices in shared memory."""
-    from symmplan.memory import started
+    from symmplan.memory.ops import started
     from symmplan.place import algorithms
 
     def beside(run, device, which, *kept):

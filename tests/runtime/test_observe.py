@@ -8,7 +8,7 @@ from attrs import evolve
 from ranks import RankPool
 
 from symmplan.errors import RunError
-from symmplan.memory.topology import Topology
+from symmplan.memory.meeting.topology import Topology
 from symmplan.place.collectives import NCCL, verdicts
 from symmplan.runtime import observe
 from symmplan.runtime.observe import Checked, DeviceEvent, Expected, Profile, Seen, kind_of

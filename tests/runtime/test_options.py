@@ -248,7 +248,7 @@ def test_ranks_that_tried_in_vain_have_not_agreed(two, program):
 def without_a_backend(rank, size, program, victims, options):
     """Memory of any kind fails on some ranks before anything is planned."""
     from symmplan.errors import BackendError
-    from symmplan.memory import resolve
+    from symmplan.memory.backends import resolve
 
     automatic = resolve._automatic
 
@@ -290,7 +290,7 @@ def refused_before(rank, size):
     import torch.distributed as dist
 
     from symmplan.errors import BackendError
-    from symmplan.memory import resolve
+    from symmplan.memory.backends import resolve
 
     pair, automatic = dist.new_group([0, 1]), resolve._automatic
 

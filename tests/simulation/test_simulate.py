@@ -34,7 +34,8 @@ import symmplan
 from symmplan.choose.tuning_table import Table, TuningRow
 from symmplan.cli import main
 from symmplan.errors import OptionError, SimulationError
-from symmplan.memory import room, topology
+from symmplan.memory import room
+from symmplan.memory.meeting import topology
 
 KINDS = ("fsdp", "experts", "eager", "interleaved", "hsdp", "fsdp x tp", "1f1b", "tp", "compiled")
 

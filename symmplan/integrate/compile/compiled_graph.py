@@ -38,7 +38,7 @@ from symmplan.integrate.compile.plans import structure_of
 from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.integrate.compile.undeclared import tell_undeclared
 from symmplan.memory import BACKENDS
-from symmplan.memory.topology import survey
+from symmplan.memory.meeting.topology import survey
 from symmplan.model import Barrier
 from symmplan.place.algorithms import Lowerings
 from symmplan.place.program import place

@@ -7,8 +7,8 @@
     into one result. Other readers of the gather's result are unchanged.
 
     A product that is reduced and scattered is computed in parts as well, those of the peers first.
-    Each part is sent to its peer, which adds it to its own part (`symmplan.memory.shift`), while
-    the next part is computed. Sums are made in float32 at least, and rounded once.
+    Each part is sent to its peer, which adds it to its own part (`symmplan.memory.ops.shift`),
+    while the next part is computed. Sums are made in float32 at least, and rounded once.
 
     Both are captured, measured, placed and planned like other collectives of the graph. Each rank
     reads the parts in the order of the ring, beginning with its own. So the graphs of two ranks
@@ -45,8 +45,8 @@ from symmplan.integrate.compile.row_products import (
     scatter_of,
     takes_rows,
 )
-from symmplan.memory.shift import splits
-from symmplan.memory.topology import served
+from symmplan.memory.meeting.topology import served
+from symmplan.memory.ops.shift import splits
 from symmplan.runtime.measure import choose_algorithms
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from symmplan.capture.signatures import CallValue
 from symmplan.device import device_of
 from symmplan.errors import RunError
 from symmplan.integrate.eager.faults import REDO
-from symmplan.memory.library import IMPLEMENTATIONS
-from symmplan.memory.ops import all_to_all_single_out
+from symmplan.memory.ops.library import IMPLEMENTATIONS
+from symmplan.memory.ops.one_sided import all_to_all_single_out
 from symmplan.place.lower import launch
 from symmplan.registry import bind_arguments
 from symmplan.runtime.watching import watched

@@ -21,7 +21,7 @@ import torch
 from symmplan.coordination.own import own_work
 from symmplan.errors import RunError, SymmplanError
 from symmplan.integrate.eager.schedule import name_of
-from symmplan.memory.callers import caller
+from symmplan.memory.meeting.callers import caller
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

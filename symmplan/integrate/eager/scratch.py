@@ -9,7 +9,7 @@ from attrs import define, field
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import own_work
 from symmplan.memory import realize
-from symmplan.memory.topology import survey
+from symmplan.memory.meeting.topology import survey
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem
 from symmplan.registry.catalogue import runs_on_groups

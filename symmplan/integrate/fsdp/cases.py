@@ -16,7 +16,7 @@ from symmplan.coordination.world import on_device
 from symmplan.device import kind_of
 from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
 from symmplan.memory import BACKENDS
-from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
+from symmplan.memory.backends.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.model import PUSHES
 from symmplan.planner.budget import Demotable, together
 from symmplan.torch_private import fsdp2, nccl

@@ -10,7 +10,7 @@ from attrs import field, frozen
 from symmplan.capture.fsdp_recording import Key
 from symmplan.coordination.world import on_device
 from symmplan.errors import RunError
-from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
+from symmplan.memory.backends.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.torch_private import fsdp2, fsdp2_in_place
 
 if TYPE_CHECKING:

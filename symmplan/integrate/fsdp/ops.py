@@ -14,8 +14,8 @@ import torch.distributed as dist
 from symmplan.coordination.own import own_work
 from symmplan.integrate.fsdp.sums import sum_rows
 from symmplan.memory import BACKENDS
-from symmplan.memory.calls import in_two_levels
-from symmplan.memory.library import IMPLEMENTATIONS
+from symmplan.memory.meeting.calls import in_two_levels
+from symmplan.memory.ops.library import IMPLEMENTATIONS
 from symmplan.memory.streams import off_default_stream
 from symmplan.place.algorithms import Lowerings
 from symmplan.torch_private import c10d

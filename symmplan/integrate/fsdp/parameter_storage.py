@@ -26,9 +26,9 @@ import torch.distributed as dist
 from symmplan.coordination.own import own_work
 from symmplan.device import device_of
 from symmplan.memory import BACKENDS
-from symmplan.memory.calls import in_two_levels
 from symmplan.memory.leased import lease_out
-from symmplan.memory.ops import all_gather_parts_
+from symmplan.memory.meeting.calls import in_two_levels
+from symmplan.memory.ops.one_sided import all_gather_parts_
 from symmplan.memory.streams import off_default_stream, synchronize
 from symmplan.torch_private import autograd, c10d, dispatch, fsdp2_in_place
 from symmplan.torch_private.storages import Addresses

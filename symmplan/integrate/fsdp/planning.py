@@ -22,8 +22,8 @@ from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
 from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.integrate.fsdp.step_plans import StepPlan, StepProblem
 from symmplan.memory.device_memory import device_memory
+from symmplan.memory.meeting.topology import served
 from symmplan.memory.room import LEFT
-from symmplan.memory.topology import served
 from symmplan.model import Algorithm, Buffer
 from symmplan.planner.budget import within
 from symmplan.runtime.measure import choose_algorithms

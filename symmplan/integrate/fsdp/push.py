@@ -42,7 +42,7 @@ from symmplan.coordination.own import own_work
 from symmplan.device import device_of
 from symmplan.integrate.fsdp.ops import factor_of
 from symmplan.integrate.fsdp.sums import OwnRow, sum_parts, sum_rows, sums_parts
-from symmplan.memory.calls import note
+from symmplan.memory.meeting.calls import note
 from symmplan.memory.streams import mark, wait_for
 from symmplan.runtime.leases import set_aside
 from symmplan.torch_private import autograd

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch.distributed as dist
 from attrs import define, field
 
-from symmplan.memory.calls import REFUSED, note
 from symmplan.memory.kernels import copy_bytes
+from symmplan.memory.meeting.calls import REFUSED, note
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from symmplan.integrate.moe.routes import Routes
-    from symmplan.memory.two_levels import Levels
+    from symmplan.memory.ops.two_levels import Levels
 
 __all__ = ["HostRows", "distinct"]
 

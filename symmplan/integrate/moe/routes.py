@@ -23,7 +23,7 @@ from symmplan.coordination.own import own_work
 from symmplan.coordination.world import current
 from symmplan.device import device_of, kind_of
 from symmplan.errors import RunError
-from symmplan.memory.calls import note
+from symmplan.memory.meeting.calls import note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -29,8 +29,8 @@ from symmplan.integrate.moe.host_rows import HostRows
 from symmplan.integrate.moe.routes import PaddedRoutes, Routes
 from symmplan.memory.held import keep
 from symmplan.memory.kernels import as_bytes
+from symmplan.memory.meeting.topology import served
 from symmplan.memory.streams import synchronize
-from symmplan.memory.topology import served
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.report.log import LOG
 from symmplan.runtime.attempt import Refusal

@@ -364,7 +364,8 @@ def _collective(sums: Callable[[CallParts], Iterator[_Sum]], *transports: str) -
 #: is; those of process groups are what c10d's works promise: a peer's bytes are touched once it has
 #: entered the collective, and a rank's work is done when its bytes are free for it to change
 #: (torch's ``ProcessGroup.hpp``, NCCL's user guide on symmetric windows). symmplan's collectives on
-#: shared memory are the same with handshake and release, which ``symmplan.memory.calls`` waits for.
+#: shared memory are the same with handshake and release, which ``symmplan.memory.meeting.calls``
+#: waits for.
 BEHAVIOURS: Mapping[str, Behaviour] = {
     "local": Behaviour(_local),
     "copy": Behaviour(_copy),

@@ -236,7 +236,7 @@ def _elsewhere(rank, size):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.memory.control import Meeting
+    from symmplan.memory.meeting.control import Meeting
 
     torch._dynamo.reset()
     backend = symmplan.backend(inner="eager", timeout=300.0)

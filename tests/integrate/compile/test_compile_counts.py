@@ -58,7 +58,7 @@ def _in_two_groups(rank, size):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.memory.control import Meeting
+    from symmplan.memory.meeting.control import Meeting
 
     torch._dynamo.reset()
     everybody = dist.group.WORLD.group_name

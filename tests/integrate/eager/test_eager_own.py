@@ -26,7 +26,7 @@ def _with_own_collectives(rank, world_size, when):
     import symmplan
     from symmplan.coordination.groups import resolve_groups
     from symmplan.integrate.fsdp.ops import exchanges
-    from symmplan.memory.torch_rendezvous import TorchRendezvous
+    from symmplan.memory.meeting.torch_rendezvous import TorchRendezvous
 
     name = dist.group.WORLD.group_name
     group = resolve_groups([name])[name]

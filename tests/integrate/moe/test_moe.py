@@ -192,7 +192,7 @@ def _no_room(rank, world_size, where):
     """Symmetric memory fails on one rank: all rows go in torch's way, with one warning."""
     import warnings
 
-    from symmplan.memory import shm
+    from symmplan.memory.backends import shm
 
     class Full(shm.ShmBackend):
         def allocate(self, *args, **kwargs):

@@ -2,7 +2,7 @@
 
 A rank's file holds the segment, then (from the next page) the control area. Only processes of the
 same user on the same host can open it, and they check what they opened: see
-`symmplan.memory.shm_file`.
+`symmplan.memory.backends.shm_file`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from attrs import asdict, define, evolve, field, frozen
 
 from symmplan.coordination.groups import ProcessIdentity, is_gone, this_process
 from symmplan.errors import BackendError
-from symmplan.memory.control import ControlArea, Meeting, layout
-from symmplan.memory.counterparts import HostsMeeting, connections_of, counterparts_of
-from symmplan.memory.race_log import RaceLog, log_nbytes
-from symmplan.memory.shm_file import (
+from symmplan.memory.backends.shm_file import (
     SharedFile,
     closing_fd,
     create,
@@ -32,14 +29,17 @@ from symmplan.memory.shm_file import (
     remove,
     unguessable_name,
 )
+from symmplan.memory.meeting.control import ControlArea, Meeting, layout
+from symmplan.memory.meeting.counterparts import HostsMeeting, connections_of, counterparts_of
+from symmplan.memory.race_log import RaceLog, log_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from symmplan.coordination.exchange import Exchange
     from symmplan.coordination.groups import Group
-    from symmplan.memory.counterparts import Counterparts
     from symmplan.memory.health import Health
+    from symmplan.memory.meeting.counterparts import Counterparts
     from symmplan.memory.races import RaceDetector, WatchedSegment
     from symmplan.memory.segment import Allocation, Segment
     from symmplan.model import SegmentSpec

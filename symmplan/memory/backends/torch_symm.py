@@ -9,10 +9,10 @@ NCCLSymmetricMemory.cu}}.
       and cannot be chosen by name in torch 2.11.
     - NCCL registers windows with an existing communicator, so each group runs a small collective
       first, except those for copy engines, which are connected when they are made. NCCL's handle
-      has no barrier; a one-element all-reduce, in the order of the stream, serves as one.
-      Torch 2.11 frees an allocation without deregistering its window, and NCCL then treats later
-      memory at this address as symmetric. So NCCL segments are kept until the process ends, and
-      groups within a host get other ones: see [Note: windows] in `symmplan.memory.windows`.
+      has no barrier; a one-element all-reduce, in the order of the stream, serves as one. Torch
+      2.11 frees an allocation without deregistering its window, and NCCL then treats later memory
+      at this address as symmetric. So NCCL segments are kept until the process ends, and groups
+      within a host get other ones: see [Note: windows] in `symmplan.memory.backends.windows`.
     - NVSHMEM allocates collectively: all ranks, in the same order. After the barrier of its handles
       a rank still read older bytes of a peer (two H200, torch 2.11), so it meets as NCCL does.
     - One rendezvous registers the whole allocation, and views are found by address. So placements
@@ -35,9 +35,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from symmplan.device import device_of
 from symmplan.errors import BackendError, OutOfSharedMemoryError
-from symmplan.memory.device_hosts import DeviceHostsMeeting, device_counterparts
 from symmplan.memory.device_memory import require_left
-from symmplan.memory.torch_rendezvous import TorchRendezvous, first_line
+from symmplan.memory.meeting.device_hosts import DeviceHostsMeeting, device_counterparts
+from symmplan.memory.meeting.torch_rendezvous import TorchRendezvous, first_line
 from symmplan.process import PROCESS
 from symmplan.torch_private import c10d, nccl, symm_mem
 

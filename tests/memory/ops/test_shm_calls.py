@@ -188,7 +188,7 @@ def slow_entry(rank, world, op):
     """The last rank comes late: nobody may touch its bytes before. It also copies slowly."""
     import time
 
-    from symmplan.memory import ops as module
+    from symmplan.memory.ops import one_sided as module
 
     everyone = tuple(range(world))
     arena, group = STATE["arenas"][everyone], STATE["groups"][everyone]

@@ -1,6 +1,6 @@
 """Two levels for device memory: CUDA's mappings within each host, NCCL between hosts.
 
-See [Note: two levels] in `symmplan.memory.counterparts`. What differs from shared memory:
+See [Note: two levels] in `symmplan.memory.meeting.counterparts`. What differs from shared memory:
 
 - Everything runs in the order of the current stream, and the host does not wait.
 - The ranks of a host have one communicator, and the counterparts another one. The ranks of a host
@@ -22,9 +22,9 @@ from symmplan.coordination.exchange import processes_of
 from symmplan.coordination.own import own_work
 from symmplan.errors import BackendError
 from symmplan.memory.beyond import counting
-from symmplan.memory.counterparts import counterparts_of, hosts_of
 from symmplan.memory.kernels import as_bytes
-from symmplan.memory.torch_rendezvous import TorchRendezvous
+from symmplan.memory.meeting.counterparts import counterparts_of, hosts_of
+from symmplan.memory.meeting.torch_rendezvous import TorchRendezvous
 from symmplan.process import PROCESS
 from symmplan.torch_private import c10d, nccl
 

@@ -5,7 +5,8 @@
     host's; devices of one host reach each other over NVLink or PCIe, where they have peer access;
     devices of several hosts do so if NVLink joins the hosts to one domain. Ranks that are farther
     apart are served by NVSHMEM, or in two levels: see [Note: two levels] in
-    `symmplan.memory.counterparts`. The collectives of all other groups run in torch's own way.
+    `symmplan.memory.meeting.counterparts`. The collectives of all other groups run in torch's own
+    way.
 
     So before anything is planned for a group, its ranks exchange these facts, and all come to the
     same result: together with the options of a program, otherwise in `survey`. A host is what NCCL
@@ -254,7 +255,7 @@ def facts_of(device: torch.device) -> dict[str, Any]:
     there = device_of(device)
     if not there.is_accelerator:
         return facts
-    from symmplan.memory.fabric import fabric_of
+    from symmplan.memory.meeting.fabric import fabric_of
 
     uuid = there.uuid()
     return {

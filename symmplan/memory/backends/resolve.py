@@ -3,13 +3,13 @@
 [Note: two levels by default]
     On devices ``memory="auto"`` is NCCL's memory, which serves no group on several hosts without
     NVLink between them. CUDA's mappings serve such a group in two levels; see [Note: two levels] in
-    `symmplan.memory.counterparts`. One allocator serves a process, see [Note: torch's allocators].
-    So ``"auto"`` is ``"cuda"`` if NCCL's memory reaches none of the program's groups, CUDA's serves
-    one of them in two levels, and torch's allocator is CUDA's. A program that has other groups
-    within a host, as HSDP does, keeps NCCL's memory. What was decided stays so in this process:
-    torch keeps NCCL's allocator once it is chosen, and CUDA's cannot be chosen, so `PROCESS` does.
-    Otherwise a later program, or another graph of the same one, would take the allocator from a
-    plan that has not allocated yet.
+    `symmplan.memory.meeting.counterparts`. One allocator serves a process, see [Note: torch's
+    allocators]. So ``"auto"`` is ``"cuda"`` if NCCL's memory reaches none of the program's groups,
+    CUDA's serves one of them in two levels, and torch's allocator is CUDA's. A program that has
+    other groups within a host, as HSDP does, keeps NCCL's memory. What was decided stays so in this
+    process: torch keeps NCCL's allocator once it is chosen, and CUDA's cannot be chosen, so
+    `PROCESS` does. Otherwise a later program, or another graph of the same one, would take the
+    allocator from a plan that has not allocated yet.
 
     A rank knows its own groups and its own allocator, and the topology of its groups. Ranks that
     meet it in one group may have others. So the ranks of groups on several hosts tell each other
@@ -25,7 +25,7 @@ from symmplan.coordination.world import current
 from symmplan.device import kind_of
 from symmplan.errors import BackendError
 from symmplan.memory.backends import BACKENDS, check_device, misfit
-from symmplan.memory.topology import known
+from symmplan.memory.meeting.topology import known
 from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def resolve_backend(
             fix='pass memory="auto"',
             memory=memory,
         )
-    from symmplan.memory.local import LocalBackend
+    from symmplan.memory.backends.local import LocalBackend
 
     alone = all(group.size == 1 for group in groups.values())
     world = current()
@@ -93,13 +93,13 @@ def resolve_backend(
         return LocalBackend()
     check_device(memory, device)
     if memory == "shm":
-        from symmplan.memory.shm import ShmBackend
+        from symmplan.memory.backends.shm import ShmBackend
 
         return ShmBackend()
-    from symmplan.memory.torch_symm import TorchSymmBackend
+    from symmplan.memory.backends.torch_symm import TorchSymmBackend
 
     if memory == "nccl":
-        from symmplan.memory.windows import WindowsBackend, has_windows
+        from symmplan.memory.backends.windows import WindowsBackend, has_windows
 
         if has_windows(groups, device, temporary=temporary):
             return WindowsBackend(groups, temporary=temporary)
@@ -146,8 +146,8 @@ def _automatic(
     if kind_of(device).is_accelerator:
         if alone and all(group.process_group is None for group in groups.values()):
             return "local"
-        from symmplan.memory.torch_symm import serves_nccl
-        from symmplan.memory.windows import has_windows
+        from symmplan.memory.backends.torch_symm import serves_nccl
+        from symmplan.memory.backends.windows import has_windows
 
         if levels is None:
             levels = all(_levels(groups, device))
@@ -177,7 +177,7 @@ def _levels(groups: Mapping[str, Group], device: torch.device) -> tuple[bool, bo
     found = known(several, device)
     alone = len(found) == len(several) and all(of.why_not("nccl") for of in found.values())
     if current() is None:
-        from symmplan.memory.torch_symm import serves_cuda
+        from symmplan.memory.backends.torch_symm import serves_cuda
 
         alone = alone and serves_cuda(device)
     return alone, any(of.two_levels("cuda") for of in found.values())
@@ -187,6 +187,6 @@ def _is_decided(device: torch.device) -> bool:
     """Whether ``"auto"`` was CUDA's memory before, and torch's allocator still is."""
     if current() is not None or not PROCESS.cuda_memory:
         return False
-    from symmplan.memory.torch_symm import serves_cuda
+    from symmplan.memory.backends.torch_symm import serves_cuda
 
     return serves_cuda(device)

@@ -14,7 +14,7 @@ import torch
 from device_hosts import files_of, segment_on_hosts
 from ranks import pool_of
 
-from symmplan.memory.topology import Topology
+from symmplan.memory.meeting.topology import Topology
 
 
 def _on_hosts(rank, size):
@@ -197,7 +197,7 @@ def test_what_peers_have_in_other_groups_counts(theirs, levels):
     import json
 
     from symmplan.coordination.groups import Group
-    from symmplan.memory.resolve import agree_on_levels
+    from symmplan.memory.backends.resolve import agree_on_levels
     from symmplan.process import PROCESS
 
     class Peers:
@@ -228,7 +228,7 @@ def _put_devices(stack, number):
     """Let this rank have a device, on a host of that number."""
     from unittest import mock
 
-    from symmplan.memory import topology
+    from symmplan.memory.meeting import topology
     from symmplan.process import PROCESS
 
     facts = {"host": f"host {number}", "device": "cuda", "uuid": f"GPU {os.getpid()}"}
@@ -255,7 +255,7 @@ def _agreed(rank, size, of_ranks, memories, taken, hosts):
 
     from symmplan.coordination.exchange import Exchange
     from symmplan.errors import AgreementError
-    from symmplan.memory import topology
+    from symmplan.memory.meeting import topology
     from symmplan.runtime.options import Options
     from symmplan.runtime.prepare import Preparation
 
@@ -321,7 +321,7 @@ def _graphs(rank, size, of_ranks, one_program):
     import contextlib
     from unittest import mock
 
-    from symmplan.memory.topology import served
+    from symmplan.memory.meeting.topology import served
     from symmplan.runtime.options import Options
     from symmplan.runtime.prepare import Preparation
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symmplan.device import kind_of
-from symmplan.memory.calls import OpCall
 from symmplan.memory.kernels import copy_bytes, plain
+from symmplan.memory.meeting.calls import OpCall
 from symmplan.memory.streams import beside
 from symmplan.torch_private import c10d
 

@@ -38,8 +38,8 @@ OPS = (
     "all_gather_parts_",
     "shift_out",
 )
-#: Those that run over several hosts, too, see `symmplan.memory.two_levels`; and what starts them on
-#: a stream of its own, see `symmplan.memory.started`.
+#: Those that run over several hosts, too, see `symmplan.memory.ops.two_levels`; and what starts
+#: them on a stream of its own, see `symmplan.memory.ops.started`.
 TWO_LEVELS: Mapping[str, str] = {
     "symmplan::all_gather_out": "symmplan::all_gather_start",
     "symmplan::all_gather_parts_": "",

@@ -1,6 +1,6 @@
 """How devices meet in a segment of torch's symmetric memory.
 
-See [Note: torch's allocators] in `symmplan.memory.torch_symm`.
+See [Note: torch's allocators] in `symmplan.memory.backends.torch_symm`.
 """
 
 from __future__ import annotations

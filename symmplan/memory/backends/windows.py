@@ -27,8 +27,8 @@ from attrs import define, field
 
 from symmplan.coordination.groups import host
 from symmplan.device import device_of
-from symmplan.memory.topology import known
-from symmplan.memory.torch_symm import TorchSymmBackend, have_nccl
+from symmplan.memory.backends.torch_symm import TorchSymmBackend, have_nccl
+from symmplan.memory.meeting.topology import known
 from symmplan.process import PROCESS
 from symmplan.torch_private import nccl, peers
 

@@ -12,7 +12,7 @@ import pytest
 from test_shm_faults import SHM, nothing_named_left
 
 from symmplan.errors import BackendError, OutOfSharedMemoryError
-from symmplan.memory import shm_file
+from symmplan.memory.backends import shm_file
 
 __all__ = ["nothing_named_left"]
 

@@ -38,13 +38,13 @@ class Kind:
     Attributes:
         text: A description, for people.
         devices: Whether its memory is a device's.
-        collectives: Whether it runs collectives by itself, see `symmplan.memory.ops`.
+        collectives: Whether it runs collectives by itself, see `symmplan.memory.ops.one_sided`.
         races: Whether races in it can be found, see `symmplan.memory.races`.
         engines: Whether copy engines can run collectives in it, see `symmplan.place.engines`.
         whole_words: Whether it gathers only parts that are a whole number of words rightly.
         levels: Whether it serves groups on several hosts in two levels.
         reach: The farthest apart that the ranks of a group may be; see
-            [Note: who can be served] in `symmplan.memory.topology`.
+            [Note: who can be served] in `symmplan.memory.meeting.topology`.
         nccl: The oldest version of NCCL that it needs; empty if it needs none.
     """
 

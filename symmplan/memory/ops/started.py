@@ -1,9 +1,9 @@
 """Collectives in two levels on devices, started on a stream of their own.
 
-They are the ops of `symmplan.memory.ops` of these names, in the manner of torch's functional
-collectives: a call returns at once, and ``wait_tensor`` of ``out`` ends it. What the program queues
-meanwhile runs beside it. Until then nobody may write or free ``out``, or an ``input`` that must be
-symmetric. Any other ``input`` has been read when the current stream goes on.
+They are the ops of `symmplan.memory.ops.one_sided` of these names, in the manner of torch's
+functional collectives: a call returns at once, and ``wait_tensor`` of ``out`` ends it. What the
+program queues meanwhile runs beside it. Until then nobody may write or free ``out``, or an
+``input`` that must be symmetric. Any other ``input`` has been read when the current stream goes on.
 """
 
 # ruff: noqa: A002 (`input` is what torch calls it)
@@ -13,14 +13,14 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from symmplan.memory.ops import all_gather_out, all_reduce_out, reduce_scatter_out
+from symmplan.memory.ops.one_sided import all_gather_out, all_reduce_out, reduce_scatter_out
 from symmplan.memory.streams import beside
 from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     import torch
 
-    from symmplan.memory.ops import Run
+    from symmplan.memory.ops.one_sided import Run
 
 __all__ = ["all_gather_start", "all_reduce_start", "reduce_scatter_start"]
 

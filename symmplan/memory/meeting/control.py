@@ -399,8 +399,8 @@ class Meeting(Rendezvous):
         raise self.group.timed_out(missing, where, timeout, segment=self._segment)
 
     def _mismatch(self, other: int, mine: bytes, theirs: bytes, site: str) -> RunError:
-        from symmplan.memory.callers import both_callers
-        from symmplan.memory.calls import describe, is_refused
+        from symmplan.memory.meeting.callers import both_callers
+        from symmplan.memory.meeting.calls import describe, is_refused
 
         where = ""
         if not is_refused(theirs):

@@ -32,8 +32,8 @@ from symmplan.coordination.exchange import processes_of
 from symmplan.coordination.groups import listed
 from symmplan.coordination.sessions import post_error, posted_error
 from symmplan.errors import PeerLostError, RunError
-from symmplan.memory.control import Meeting, wait_until
 from symmplan.memory.kernels import as_bytes
+from symmplan.memory.meeting.control import Meeting, wait_until
 from symmplan.process import PROCESS
 from symmplan.torch_private import c10d
 

@@ -1,9 +1,10 @@
 """Collectives of a group on several hosts.
 
-See [Note: two levels] in `symmplan.memory.counterparts`.
+See [Note: two levels] in `symmplan.memory.meeting.counterparts`.
 
-Each function is the work of an op of `symmplan.memory.ops` between its handshake and its release.
-Both levels overlap, piece by piece: pieces from other hosts are passed on while more arrive.
+Each function is the work of an op of `symmplan.memory.ops.one_sided` between its handshake and its
+release. Both levels overlap, piece by piece: pieces from other hosts are passed on while more
+arrive.
 
 [Note: sums over hosts]
     First each rank sums, over the ranks of its host in their order, its own part and the parts of
@@ -22,16 +23,16 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from symmplan.memory.calls import parts_of
 from symmplan.memory.kernels import as_bytes, copy_bytes, reduce_into
+from symmplan.memory.meeting.calls import parts_of
 from symmplan.torch_private import autograd
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from symmplan.memory.calls import OpCall
-    from symmplan.memory.counterparts import HostsMeeting
-    from symmplan.memory.device_hosts import DeviceHostsMeeting
+    from symmplan.memory.meeting.calls import OpCall
+    from symmplan.memory.meeting.counterparts import HostsMeeting
+    from symmplan.memory.meeting.device_hosts import DeviceHostsMeeting
 
     Levels: TypeAlias = HostsMeeting | DeviceHostsMeeting
 

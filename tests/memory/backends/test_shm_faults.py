@@ -14,7 +14,7 @@ import pytest
 from memory_plans import hand_made
 from ranks import RankPool, pool_of
 
-from symmplan.memory import shm_file
+from symmplan.memory.backends import shm_file
 
 pytestmark = pytest.mark.ranks
 
@@ -61,7 +61,7 @@ def churn(rank, world, by_name):
 
 def refuse_descriptors():
     """Pretend that peers may not open each other's descriptors."""
-    from symmplan.memory import shm
+    from symmplan.memory.backends import shm
 
     def open_peer(file):
         if not file.name:
@@ -74,7 +74,8 @@ def refuse_descriptors():
 def by_name(rank, world):
     import torch
 
-    from symmplan.memory import realize, shm
+    from symmplan.memory import realize
+    from symmplan.memory.backends import shm
 
     refuse_descriptors()
     try:
@@ -92,7 +93,8 @@ def inside_a_collective(rank, world, victim):
     """One rank is killed between handshake and release; the others wait in the release."""
     import torch
 
-    from symmplan.memory import ops, realize
+    from symmplan.memory import realize
+    from symmplan.memory.ops import one_sided as ops
 
     with realize(hand_made({"x": 4096}), memory="shm", timeout=TIMEOUT) as arena:
         x = arena.tensor("x", torch.int64)
@@ -237,7 +239,8 @@ def elsewhere(rank, world, what):
     import attrs
 
     from symmplan.coordination import agreement, groups
-    from symmplan.memory import realize, shm
+    from symmplan.memory import realize
+    from symmplan.memory.backends import shm
 
     real = groups.this_process
 

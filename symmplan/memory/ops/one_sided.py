@@ -18,7 +18,7 @@ autograd formula, because they run below autograd.
 | ``shift_out`` | ``out`` | every rank pushes, to one |
 | ``barrier_`` | ``segment`` | nobody |
 
-Over a group on several hosts the first four run in two levels: `symmplan.memory.two_levels`.
+Over a group on several hosts the first four run in two levels: `symmplan.memory.ops.two_levels`.
 
 Symmetric tensors are contiguous and lie at the same offset on all ranks. ``group_size`` and
 ``group_name`` are those of the group; ``what`` is anything else that must be equal on all ranks.
@@ -44,10 +44,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from symmplan.errors import RunError
-from symmplan.memory.calls import OpCall, parts_of
 from symmplan.memory.kernels import as_bytes, copies, copy_bytes, plain, reduce_into
+from symmplan.memory.meeting.calls import OpCall, parts_of
+from symmplan.memory.ops.two_levels import gather_parts, reduce_parts, reduce_shares
 from symmplan.memory.segment import locate
-from symmplan.memory.two_levels import gather_parts, reduce_parts, reduce_shares
 from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan.memory.ops import (
+from symmplan.memory.ops.one_sided import (
     all_gather_out,
     all_gather_parts_,
     all_reduce_out,
@@ -18,14 +18,14 @@ from symmplan.memory.ops import (
     broadcast_out,
     reduce_scatter_out,
 )
-from symmplan.memory.shift import shift, shift_out
-from symmplan.memory.started import all_gather_start, all_reduce_start, reduce_scatter_start
+from symmplan.memory.ops.shift import shift, shift_out
+from symmplan.memory.ops.started import all_gather_start, all_reduce_start, reduce_scatter_start
 from symmplan.torch_private import works
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from symmplan.memory.ops import Run
+    from symmplan.memory.ops.one_sided import Run
 
 __all__ = ["IMPLEMENTATIONS"]
 
@@ -82,7 +82,7 @@ def _register() -> None:
 
 
 def _register_shift() -> None:
-    """The one that makes its result: see `symmplan.memory.shift`."""
+    """The one that makes its result: see `symmplan.memory.ops.shift`."""
     _LIBRARY.define(
         "shift(Tensor input, int distance, int group_size, str group_name) -> Tensor",
         tags=(torch.Tag.pt2_compliant_tag,),

@@ -1,0 +1,1 @@
+"""One-sided collectives on segments, as ops of torch."""
