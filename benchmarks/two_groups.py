@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import symmplan
 from symmplan.errors import SymmplanError
-from symmplan.testing.rank_process import root_of
+from symmplan.launcher.rank_process import root_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

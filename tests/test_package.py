@@ -49,14 +49,15 @@ ALLOWED = {
     "runtime": RUNS,
     "integrate": RUNS | {"runtime"},
     "simulation": INTEGRATES,
-    "testing": INTEGRATES,
+    "launcher": BASE | {"report"},
+    "testing": INTEGRATES | {"launcher"},
     "fsdp": BASE | {"choose", "runtime", "integrate"},
     "placed": BASE | {"memory", "integrate"},
     "api": BASE | {"registry", "planner", "capture", "integrate", "report"},
     "__main__": {"cli"},
     "trainers": {"errors", "runtime", "integrate", "fsdp"},
-    "bench": INTEGRATES | {"testing", "api", "fsdp", ""},
-    "cli": INTEGRATES | {"simulation", "testing", "bench", "api", ""},
+    "bench": INTEGRATES | {"launcher", "api", "fsdp", ""},
+    "cli": INTEGRATES | {"simulation", "launcher", "bench", "api", ""},
 }
 #: `Problem` and `Plan` have methods that belong to later stages. These imports are inside
 #: functions, and nothing else may look ahead.

@@ -101,7 +101,7 @@ def problem_of(
     stretches: list[tuple[Planned, ...]] = []
     together: list[tuple[str, str]] = []
     first: dict[str, str] = {}
-    hosted: dict[str, Buffer] = {}
+    suballocated: dict[str, Buffer] = {}
     slots: dict[str, list[Buffer]] = {}
     pushed: dict[str, int] = {}
     declared = {kind: _declared(kind) for kind in get_args(Kind)}
@@ -160,7 +160,7 @@ def problem_of(
         for at, (what, index) in enumerate(events):
             if what == "tenant":
                 for tenant in (tenants or {}).get(index, ()):
-                    hosted.setdefault(tenant.name, tenant)
+                    suballocated.setdefault(tenant.name, tenant)
                     run = f"{number}.{at:04d}.{tenant.name}.run"
                     operations.append(Operation(run, group=tenant.group))
                     accesses.append(
@@ -205,7 +205,7 @@ def problem_of(
             }
             write = what == "begin" or (runs and kind == "all_gather")
             accesses.append(Access(operation, one.buffer, write=write, **reached))
-    buffers += hosted.values()
+    buffers += suballocated.values()
     buffers += (slot for of in slots.values() for slot in of)
     groups = list(dict.fromkeys(b.group for b in buffers))
     problem = Problem(
@@ -213,7 +213,7 @@ def problem_of(
         operations=operations,
         accesses=accesses,
         together=together,
-        shared_groups=(tuple(groups),) if hosted else _shared(groups, ranks),
+        shared_groups=(tuple(groups),) if suballocated else _shared(groups, ranks),
         unplanned=unplanned,
     )
     return problem, tuple(stretches)

@@ -51,7 +51,7 @@ class Arena:
         timeout: Seconds that a barrier may take.
         user: What plans in it, for people; empty if nothing does.
         tenants: What has leased it, for people: its user, and the users of its parts.
-        hosts: The arenas whose segments its own are parts of.
+        parent: The arena whose segments its own are parts of; None if it has its own.
         released: Whether `release` ran.
         races: The race detector; None unless it was asked for and is possible.
         number: Its number in this process; ``numbered`` if it is equal on all of its ranks.
@@ -66,7 +66,7 @@ class Arena:
         timeout: float,
         user: str = "",
         races: RaceDetector | None = None,
-        hosts: Sequence[Arena] = (),
+        parent: Arena | None = None,
         number: int | None = None,
     ) -> None:
         self.plan = plan
@@ -76,9 +76,9 @@ class Arena:
         self.rendezvous = sum(len(spec.groups) for spec in plan.segments)
         self.user = user
         self.tenants = [user]
-        self.hosts = tuple(hosts)
-        for host in self.hosts:
-            host.tenants.append(user)
+        self.parent = parent
+        if parent is not None:
+            parent.tenants.append(user)
         self.races = races
         # {segment: the storage of its tensors that the program has}
         self._leased: WeakValueDictionary[str, torch.UntypedStorage] = WeakValueDictionary()
@@ -122,14 +122,14 @@ class Arena:
 
     @property
     def frees(self) -> bool:
-        """Whether a release gives the memory back, on each rank by itself, if only to a host."""
+        """Whether a release gives the memory back, on each rank by itself, if only to a parent."""
         segments = self.segments.values()
-        return all(segment.host is not None or segment.backend.frees for segment in segments)
+        return all(segment.parent is not None or segment.backend.frees for segment in segments)
 
     @property
     def timed(self) -> bool:
         """Whether other programs may use its bytes while its own does not run."""
-        return any(segment.host is not None for segment in self.segments.values())
+        return self.parent is not None
 
     def tensor(
         self,
@@ -237,8 +237,8 @@ class Arena:
         note_released(self.number, self.memory, self.segments.values())
         for segment in reversed(self.segments.values()):
             segment.release()
-        for host in self.hosts:
-            host.give_back(self.user)
+        if self.parent is not None:
+            self.parent.give_back(self.user)
 
     @own_work
     def give_back(self, tenant: str | None = None) -> None:

@@ -27,7 +27,7 @@ def bytes_beside(arenas: Collection[Arena]) -> int:
         for arena in PROCESS.arenas.values()
         if arena not in arenas and not arena.released and any(arena.tenants)
         for segment in arena.segments.values()
-        if segment.host is None
+        if segment.parent is None
     )
 
 

@@ -61,7 +61,7 @@ def held_of(
             users=tuple(sorted(users)),
         )
         for segment in segments
-        if segment.host is None and not segment.released
+        if segment.parent is None and not segment.released
     ]
 
 
@@ -71,7 +71,7 @@ def note_released(number: int, memory: str, segments: Collection[Segment]) -> No
     Collective: no.
     """
     for segment in segments:
-        if segment.host is None and not segment.released and segment.address:
+        if segment.parent is None and not segment.released and segment.address:
             storage = weakref.ref(segment.tensor.untyped_storage())
             (held,) = held_of(number, memory, [segment], ["tensors"])
             PROCESS.left.append((storage, number, held))

@@ -7,9 +7,9 @@
     release, even if nobody refers to it any more: a compiled graph may hold only views.
 
 [Note: parts]
-    A segment may be a part of another one, its *host*: see `symmplan.runtime.tenants`. Other
+    A segment may be a part of another one, its *parent*: see `symmplan.runtime.tenants`. Other
     programs use its bytes while its own program does not run, so an address does not tell whose
-    tensor it is. It has the host's meetings, health and leases, and `locate` does not find it.
+    tensor it is. It has the parent's meetings, health and leases, and `locate` does not find it.
 
 [Note: forked processes]
     A process that is forked from a rank inherits the rank's objects and memory, including memory
@@ -159,16 +159,16 @@ class Segment:
 
     Attributes:
         spec: What was asked for.
-        backend: The `symmplan.memory.backends.Backend` that allocated it, of a part its host.
+        backend: The `symmplan.memory.backends.Backend` that allocated it, of a part its parent.
         timeout: Seconds that a barrier may take unless it says otherwise.
         health: Shared by the segments of an arena.
         address: Where this rank's bytes begin; 0 in a simulation.
         nbytes: Its size.
-        host: The segment whose bytes it has a part of; None if all are its own.
+        parent: The segment whose bytes it has a part of; None if all are its own.
         begin: Where it begins there, in bytes.
         rendezvous: ``{group name: Rendezvous}``, under the plan's and under torch's name.
-        leases: ``(begin, end, lease)`` in bytes of the host; see `symmplan.runtime.leases`.
-        unmet: Process groups with which some rank could not register it, or its host. Ranks that
+        leases: ``(begin, end, lease)`` in bytes of the parent; see `symmplan.runtime.leases`.
+        unmet: Process groups with which some rank could not register it, or its parent. Ranks that
             could would not do it again with those that try again.
     """
 
@@ -181,7 +181,7 @@ class Segment:
         *,
         timeout: float,
         health: Health,
-        host: Segment | None = None,
+        parent: Segment | None = None,
         begin: int = 0,
     ) -> None:
         self.spec = spec
@@ -190,18 +190,18 @@ class Segment:
         self.health = health
         self.address: int = address_of(tensor)
         self.nbytes: int = spec.nbytes
-        self.host = host
+        self.parent = parent
         self.begin = begin
         self.rendezvous: dict[str, Rendezvous] = {}
-        if host is not None:
-            mine = {id(host.rendezvous[group]) for group in spec.groups}
-            self.rendezvous = {n: r for n, r in host.rendezvous.items() if id(r) in mine}
-        self.leases: list[Any] = [] if host is None else host.leases
-        self.unmet: WeakSet[Any] = WeakSet() if host is None else host.unmet
+        if parent is not None:
+            mine = {id(parent.rendezvous[group]) for group in spec.groups}
+            self.rendezvous = {n: r for n, r in parent.rendezvous.items() if id(r) in mine}
+        self.leases: list[Any] = [] if parent is None else parent.leases
+        self.unmet: WeakSet[Any] = WeakSet() if parent is None else parent.unmet
         self._tensor: torch.Tensor | None = tensor
         self._on_release = on_release
         self._inherited = False
-        if host is None:
+        if parent is None:
             PROCESS.segments.add(self)
 
     def __repr__(self) -> str:
@@ -216,7 +216,7 @@ class Segment:
     @property
     def allocation(self) -> torch.Tensor:
         """The bytes that were allocated, of which it may have but a part."""
-        return self.tensor if self.host is None else self.host.tensor
+        return self.tensor if self.parent is None else self.parent.tensor
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -318,7 +318,7 @@ class Segment:
         """
         if self._tensor is None:
             return
-        if self.host is not None:
+        if self.parent is not None:
             self._tensor = None
             self.rendezvous.clear()
             return

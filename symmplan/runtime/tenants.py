@@ -67,36 +67,36 @@ def forget(tenants: list[Tenant | None]) -> None:
             tenants[i] = None
 
 
-def timed(tenant: Tenant, host: Arena, places: Mapping[str, Placement]) -> Arena:
+def timed(tenant: Tenant, parent: Arena, places: Mapping[str, Placement]) -> Arena:
     """What a tenant, which still lies elsewhere, gets of an arena while it runs.
 
     Args:
         tenant: The tenant.
-        host: The arena.
+        parent: The arena.
         places: ``{name of the tenant's segment: where it lies}``.
     """
     segments = {}
     for name, segment in tenant.arena.segments.items():
         place = places[name]
-        whole = host.segments[place.segment]
+        whole = parent.segments[place.segment]
         segments[name] = Segment(
             segment.spec,
             whole.backend,
             lease_out(whole.tensor[place.offset : place.offset + segment.nbytes]),
             None,
-            timeout=host.timeout,
+            timeout=parent.timeout,
             health=whole.health,
-            host=whole,
+            parent=whole,
             begin=place.offset,
         )
     old = tenant.arena
     return Arena(
         old.plan,
-        host.memory,
+        parent.memory,
         segments,
-        timeout=host.timeout,
+        timeout=parent.timeout,
         user=old.user,
-        hosts=(host,),
+        parent=parent,
     )
 
 

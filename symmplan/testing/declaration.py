@@ -27,9 +27,9 @@ from symmplan.registry import requirements
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from symmplan.launcher.ranks import RankOutcome
     from symmplan.registry.schema import OpRef
     from symmplan.testing.late_ranks import Job, RankCall
-    from symmplan.testing.ranks import RankOutcome
 
 __all__ = ["Contradiction", "DeclarationReport", "Fact", "check_declaration"]
 
@@ -202,8 +202,8 @@ def check_declaration(
 
 def _run(job: Job, timeout: float) -> list[list[RankCall]]:
     """What each rank did, call by call."""
+    from symmplan.launcher.ranks import RankPool
     from symmplan.testing.late_ranks import run_rank
-    from symmplan.testing.ranks import RankPool
 
     with tempfile.TemporaryDirectory(prefix="symmplan-progress-") as folder:
         progress = Path(folder) / "progress"

@@ -33,8 +33,9 @@ from symmplan.place.program import place
 from symmplan.torch_private.compilers import fake_mode_of
 
 if TYPE_CHECKING:
+    from explorer.program import Verdict
+
     from symmplan.place.program import PlacedProgram
-    from symmplan.testing import Verdict
 
 F = torch.ops._c10d_functional
 _KINDS = {"push": "push_next", "read": "read", "both": "read_write_next"}

@@ -1,4 +1,4 @@
-"""The pool of ranks that every multi-rank test stands on; see `symmplan.testing.ranks`.
+"""The pool of ranks that every multi-rank test stands on; see `symmplan.launcher.ranks`.
 
 from ranks import RankPool, run_ranks
 
@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from symmplan.testing import ranks
+from symmplan.launcher import ranks
 
 if TYPE_CHECKING:
-    from symmplan.testing.ranks import RankOutcome
+    from symmplan.launcher.ranks import RankOutcome
 
 _PRELOAD = ["torch.distributed", "symmplan.memory", "symmplan.planner.verify"]
 _PRELOAD += ["pytest", "hypothesis.strategies", "numpy.ma"]  # what the files of tests import
@@ -68,7 +68,7 @@ class RankPool(ranks.RankPool):
     _failed = ""
 
     def collect(self, timeout=None, ranks=None):
-        """See `symmplan.testing.ranks.RankPool.collect`; the limit is that of a quiet machine."""
+        """See `symmplan.launcher.ranks.RankPool.collect`; the limit is that of a quiet machine."""
         limit = self.timeout if timeout is None else timeout
         return super().collect(limit * max(1.0, self.seconds_to_start / _QUIET), ranks)
 

@@ -234,11 +234,11 @@ def test_parts_of_one_segment_meet_each_in_its_own_groups():
         )
         return realize(symmplan.plan(problem), memory="local")
 
-    own, host = made(), made(groups)
-    ((name, whole),) = host.segments.items()
+    own, parent = made(), made(groups)
+    ((name, whole),) = parent.segments.items()
     segments = {s.spec.groups[0]: n for n, s in own.segments.items()}
-    places = {segments[g]: evolve(p, segment=name) for g, p in host.plan.placements.items()}
-    mine = timed(SimpleNamespace(arena=own), host, places)
+    places = {segments[g]: evolve(p, segment=name) for g, p in parent.plan.placements.items()}
+    mine = timed(SimpleNamespace(arena=own), parent, places)
     for group in groups:
         part = mine.segments[segments[group]]
         assert {*part.rendezvous} == {group}
@@ -246,8 +246,8 @@ def test_parts_of_one_segment_meet_each_in_its_own_groups():
         assert part.allocation is whole.tensor
         assert part.tensor.data_ptr() == whole.address + places[segments[group]].offset
     mine.give_back()
-    assert whole.meeting("tensor").peers  # the host's stay
+    assert whole.meeting("tensor").peers  # the parent's stay
     assert mine.released
-    host.give_back()
+    parent.give_back()
     own.give_back()
-    assert host.released
+    assert parent.released

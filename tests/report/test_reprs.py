@@ -11,7 +11,8 @@ import attrs
 
 import symmplan
 from symmplan.model import Unplanned
-from symmplan.runtime.observe import Checked, Expected, Seen
+from symmplan.place.expected import Expected
+from symmplan.runtime.observe import Checked, Seen
 from symmplan.simulation.report import Ordinary, SimulationReport
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"

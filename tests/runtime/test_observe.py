@@ -10,8 +10,9 @@ from ranks import RankPool
 from symmplan.errors import RunError
 from symmplan.memory.meeting.topology import Topology
 from symmplan.place.collectives import NCCL, verdicts
+from symmplan.place.expected import Expected
 from symmplan.runtime import observe
-from symmplan.runtime.observe import Checked, DeviceEvent, Expected, Profile, Seen, kind_of
+from symmplan.runtime.observe import Checked, DeviceEvent, Profile, Seen, kind_of
 
 F = torch.ops._c10d_functional
 

@@ -14,8 +14,8 @@ from attrs import field, frozen
 from symmplan.bench.parts.numbers import count_of, number_of
 from symmplan.bench.parts.timing import median_ms, meet, slowest
 from symmplan.errors import CommandError
+from symmplan.launcher.ranks import run_shown
 from symmplan.report.format import count, table
-from symmplan.testing.ranks import run_shown
 
 if TYPE_CHECKING:
     import argparse
@@ -117,7 +117,7 @@ def measured(
         act: Defined at the top of a module; returns plain data.
         settings: What `settings_of` made; ``zero_cta``: let NCCL use copy engines.
         args: Of the command.
-        connect: Whether NCCL connects immediately; see `symmplan.testing.ranks.RankPool`.
+        connect: Whether NCCL connects immediately; see `symmplan.launcher.ranks.RankPool`.
 
     Returns:
         The head of the result (the command, the settings, the machine), and the result of each

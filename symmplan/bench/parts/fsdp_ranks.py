@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.bench.parts.fsdp_tables import counted_in
 from symmplan.bench.parts.timing import device_of, in_turns, least_free, tell
+from symmplan.launcher.ranks import mark
 from symmplan.report.format import size
-from symmplan.testing.ranks import mark
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

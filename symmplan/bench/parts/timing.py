@@ -6,7 +6,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from symmplan.testing.ranks import mark
+from symmplan.launcher.ranks import mark
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, wait for them, put their results together."""
-    from symmplan.testing.ranks import run_shown
+    from symmplan.launcher.ranks import run_shown
 
     begin = time.monotonic()
     out = Path(tempfile.mkdtemp(prefix="symmplan-demo-")) if args.out is None else args.out

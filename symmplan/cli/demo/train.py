@@ -19,8 +19,8 @@ from symmplan.bench.comm import OPS, compare
 from symmplan.cli.demo.model import BATCH, SEQ, Transformer, sync_replicated
 from symmplan.cli.doctor import cxx_compiler
 from symmplan.cli.files import write_text
+from symmplan.launcher.ranks import mark
 from symmplan.report import plan_facts
-from symmplan.testing.ranks import mark
 
 __all__ = ["LargestDifference", "relative", "run_rank"]
 

@@ -240,7 +240,7 @@ class Pool:
         if shared is not None:
             have = {name: segment.nbytes for name, segment in shared.arena.segments.items()}
             larger = [evolve(s, nbytes=max(s.nbytes, have[s.name])) for s in plan.segments]
-            moves = alone and shared._hosted
+            moves = alone and shared.is_tenant
             if not moves and all(s.nbytes == have[s.name] for s in larger):
                 return None
             synchronize(shared.device)  # before all ranks meet: then nobody uses the old ones

@@ -118,7 +118,7 @@ class Shared:
             self._follow()
             if part.copies_back and self._is_unmet(part.agreed):
                 self._barrier()
-            self._run = Run(Lease(stream=self._stream[0] if self._hosted else None))
+            self._run = Run(Lease(stream=self._stream[0] if self.is_tenant else None))
             self._make_room(part, args, self._run)
             self._meet(part.agreed)
         except BaseException:
@@ -130,7 +130,7 @@ class Shared:
 
         Collective: in a suballocation, if accesses of the plan do not meet all ranks.
         """
-        if self._hosted and self._is_unmet(plan):
+        if self.is_tenant and self._is_unmet(plan):
             self._barrier()
 
     def leave(self) -> None:
@@ -143,7 +143,7 @@ class Shared:
             self.lock.release()
 
     @property
-    def _hosted(self) -> bool:
+    def is_tenant(self) -> bool:
         """Whether others are in the segments, by their plan."""
         return self.arena.timed
 
@@ -173,7 +173,7 @@ class Shared:
 
     def _meet(self, plan: Plan) -> None:
         last = self._last or plan
-        shares = last is not plan or self.by_place or self._hosted
+        shares = last is not plan or self.by_place or self.is_tenant
         if (last is not plan and self._is_unmet(last)) or (shares and self._is_unmet(plan)):
             self._barrier()
         self._last = plan

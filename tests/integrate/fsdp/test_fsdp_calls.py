@@ -45,7 +45,7 @@ def _counted(step):
     Where CPU ranks meet, a rank calls as often as it must wait, which devices do not.
     """
     root = pathlib.Path(symmplan.__file__).parent
-    waits, root = str(root / "memory" / "control.py"), str(root)
+    waits, root = str(root / "memory" / "meeting" / "control.py"), str(root)
     least = None
     for _ in range(12):
         calls = collections.Counter()

@@ -294,7 +294,7 @@ def test_a_tenant_shares_its_bytes_with_what_is_dead_while_it_runs():
     from symmplan.integrate.fsdp.planning import _needs
 
     spec = SimpleNamespace(groups=("g",))
-    segments = {"s0": SimpleNamespace(nbytes=4096, spec=spec, host=None)}
+    segments = {"s0": SimpleNamespace(nbytes=4096, spec=spec, parent=None)}
     arena = SimpleNamespace(segments=segments, user="somebody")
     needs = _needs(3, SimpleNamespace(arena=arena, align=1024))
     recording = Recording()

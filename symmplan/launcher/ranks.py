@@ -38,8 +38,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import frozen
 
 from symmplan.errors import RanksFailedError
+from symmplan.launcher.rank_process import Life, RankError, mark, serve
 from symmplan.report.progress import ProgressLine
-from symmplan.testing.rank_process import Life, RankError, mark, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -123,7 +123,7 @@ class RankPool:
             call.
         grace: Seconds that the others get when a rank has failed; None: all that is left.
         progress: Is told the marks of rank 0, which speaks for all, and that time goes by.
-        life: Settings of the ranks, as fields of `symmplan.testing.rank_process.Life`.
+        life: Settings of the ranks, as fields of `symmplan.launcher.rank_process.Life`.
 
     Attributes:
         seconds_to_start: How long starting and meeting took; 0 for ranks that begin with a call.

@@ -1,4 +1,4 @@
-"""The life of one rank that `symmplan.testing.ranks` started: it does what its parent says."""
+"""The life of one rank that `symmplan.launcher.ranks` started: it does what its parent says."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Life:
         copy_engines: Let NCCL use no processors for what copy engines can do.
         one_device: With ``"nccl"``: all ranks have the first device. NCCL, which refuses two ranks
             of a host there, takes each for a host of its own; peers' memory is CUDA's.
-        quiet: Keep what ranks print, for `symmplan.testing.ranks.RankOutcome.stack`.
+        quiet: Keep what ranks print, for `symmplan.launcher.ranks.RankOutcome.stack`.
         forked: Whether they have the memory of the process that started them.
         enter: Called with its rank by each before all else, while it has one thread.
     """

@@ -1,4 +1,4 @@
-"""`symmplan.testing.ranks`: values, errors, deaths and stacks of real processes; nothing hangs."""
+"""`symmplan.launcher.ranks`: values, errors, deaths and stacks of real processes; nothing hangs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from symmplan.errors import PeerLostError, RanksFailedError
-from symmplan.testing import ranks
-from symmplan.testing.ranks import RankError, RankOutcome, RankPool, mark, run_ranks
+from symmplan.launcher import ranks
+from symmplan.launcher.ranks import RankError, RankOutcome, RankPool, mark, run_ranks
 
 pytestmark = [pytest.mark.ranks]
 

@@ -1,0 +1,1 @@
+"""Starts local ranks as processes: of the demo, of benchmarks, of checks and of tests."""
