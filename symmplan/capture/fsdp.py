@@ -13,9 +13,10 @@ issued; that order is the problem's one stream.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, get_args
 
-from attrs import evolve, frozen
+from attrs import define, evolve, field, frozen
 
 from symmplan.capture.fsdp_recording import Key, Kind
 from symmplan.capture.fsdp_unsharded import gathers_unsharded, placeable
@@ -53,7 +54,7 @@ def _declared(kind: Kind) -> tuple[OpSpec, Requirement] | None:
 _SLOT_ALIGN = 512
 
 _SYMMETRIC = Algorithm("symmetric")
-_UNDECLARED = "it is not declared that its buffer must be symmetric"
+_NOT_DECLARED = Algorithm("ordinary", "it is not declared that its buffer must be symmetric")
 _NO_ROOM = Algorithm("ordinary", "outside of training passes there is room for one module more")
 
 
@@ -62,7 +63,7 @@ class Planned:
     """A collective of a problem."""
 
     call: Call  # which
-    buffer: str | None  # name of its buffer in the problem; None if it was left out
+    buffer: str | None = None  # name of its buffer in the problem; None if it was left out
     algorithm: Algorithm = _SYMMETRIC  # how it runs
     zero_copy: bool = False  # whether its buffer is the parameters themselves
     carried: bool = False  # whether it ran before the stretch began
@@ -94,129 +95,174 @@ def problem_of(
     Returns:
         The problem, and for each recording the collectives that ran, in order.
     """
-    operations: list[Operation] = []
-    accesses: list[Access] = []
-    buffers: list[Buffer] = []
-    unplanned: list[Unplanned] = []
-    stretches: list[tuple[Planned, ...]] = []
-    together: list[tuple[str, str]] = []
-    first: dict[str, str] = {}
-    suballocated: dict[str, Buffer] = {}
-    slots: dict[str, list[Buffer]] = {}
-    pushed: dict[str, int] = {}
-    declared = {kind: _declared(kind) for kind in get_args(Kind)}
     sizes = zero_copy or {}
+    made = _Steps(sizes)
+    stretches: list[tuple[Planned, ...]] = []
     placed = {r.collectives[i].key.site for r in recordings for i in placeable(r, sizes)}
     for number, recording in enumerate(recordings):
-        calls = {i: recording.collectives[i] for i in recording.ran}
         inside = placeable(recording, sizes)
         events = gathers_unsharded(recording, inside, live)
         dropped = {index for what, index in events if what == "drop"}
         planned: dict[int, Planned] = {}
-        for index, call in calls.items():
-            name, site = _name(number, index, call.key), call.key.site
-            facts = declared[call.key.kind]
-            algorithm = (
-                algorithm_of(call) if facts is not None else Algorithm("ordinary", _UNDECLARED)
-            )
+        for index in recording.ran:
+            call = recording.collectives[index]
+            algorithm = algorithm_of(call) if made.declares(call) else _NOT_DECLARED
             if index in recording.unplaced:
-                if index in recording.carried or site in placed:
+                if index in recording.carried or call.key.site in placed:
                     continue
                 algorithm = _NO_ROOM
-            if facts is None or algorithm.name == "ordinary":
-                planned[index] = Planned(call, None, algorithm=algorithm, index=index)
-                words = (OPS[call.key.kind], _WHERE[call.key.kind], algorithm.reason)
-                left = Unplanned(
-                    name, *words, call.nbytes, needed=not (facts is None or algorithm.fastest)
-                )
-                unplanned.append(left)
-                continue
-            if algorithm.name == "shared push":
-                made = _buffer(name, call, algorithm, facts[1], persistent=False)
-                where = f"slot ({algorithm.name})"
-                buffers.append(
-                    evolve(made, nbytes=call.pushed_bytes, align=_SLOT_ALIGN, where=where)
-                )
-                planned[index] = Planned(call, name, algorithm=algorithm)
-                continue
-            if algorithm.name == "push":
-                turn = pushed[call.group] = pushed.get(call.group, -1) + 1
-                mine = slots.setdefault(call.group, [])
-                slot = _slot(mine, turn, list(slots).index(call.group), call)
-                planned[index] = Planned(call, slot, algorithm=algorithm)
-                continue
-            made = _buffer(name, call, algorithm, facts[1], persistent=index not in dropped)
-            if index in inside:
-                where = f"{_WHERE[call.key.kind]} ({algorithm.name}, the parameters themselves)"
-                made = evolve(made, nbytes=sizes[site], where=where)
-                if first.setdefault(site, name) != name:
-                    together.append((first[site], name))
-            buffers.append(made)
-            zero_copy_ = index in inside
-            carried = index in recording.carried
-            planned[index] = Planned(call, name, algorithm, zero_copy_, carried, index)
+            one = Planned(
+                call,
+                algorithm=algorithm,
+                zero_copy=algorithm.name != "ordinary" and index in inside,
+                carried=index in recording.carried,
+                index=index,
+            )
+            name = _name(number, index, call.key)
+            planned[index] = evolve(one, buffer=made.buffer(name, one, lasts=index not in dropped))
         begun = dict.fromkeys(i for what, i in events if what == "begin" and i in planned)
         stretches.append(tuple(planned[i] for i in begun))
         for at, (what, index) in enumerate(events):
             if what == "tenant":
-                for tenant in (tenants or {}).get(index, ()):
-                    suballocated.setdefault(tenant.name, tenant)
-                    run = f"{number}.{at:04d}.{tenant.name}.run"
-                    operations.append(Operation(run, group=tenant.group))
-                    accesses.append(
-                        Access(
-                            run, tenant.name, write=True, remote=True, enters=True, releases=True
-                        )
-                    )
-                continue
-            one = planned.get(index)
-            if one is None or one.buffer is None:
-                continue
-            kind = one.call.key.kind
-            facts = declared[kind]
-            assert facts is not None
-            spec, requirement = facts
-            runs = what == "run"
-            if one.algorithm.name == "shared push":
-                if what != "drop":
-                    met = evolve(_launch(f"{one.buffer}.{what}", one.call, spec), handshake=True)
-                    operations.append(met)
-                    # Peers write behind the first meeting, until the second.
-                    accesses.append(
-                        Access(
-                            met.name, one.buffer, write=not runs, remote=not runs, enters=not runs
-                        )
-                    )
-                continue
-            if one.algorithm.name == "push":
-                if runs:
-                    operation = f"{_name(number, index, one.call.key)}.run"
-                    operations.append(_launch(operation, one.call, spec))
-                    accesses.append(
-                        Access(operation, one.buffer, write=True, remote=True, releases=True)
-                    )
-                continue
-            operation = f"{one.buffer}.{what}"
-            operations.append(_launch(operation, one.call, spec) if runs else Operation(operation))
-            reached = {
-                "remote": runs,
-                "enters": runs and requirement.enters,
-                "releases": runs and requirement.releases,
-            }
-            write = what == "begin" or (runs and kind == "all_gather")
-            accesses.append(Access(operation, one.buffer, write=write, **reached))
-    buffers += suballocated.values()
-    buffers += (slot for of in slots.values() for slot in of)
-    groups = list(dict.fromkeys(b.group for b in buffers))
-    problem = Problem(
-        buffers=buffers,
-        operations=operations,
-        accesses=accesses,
-        together=together,
-        shared_groups=(tuple(groups),) if suballocated else _shared(groups, ranks),
-        unplanned=unplanned,
+                made.tenant_runs(f"{number}.{at:04d}", (tenants or {}).get(index, ()))
+            elif index in planned and planned[index].buffer is not None:
+                made.event(what, planned[index], _name(number, index, planned[index].call.key))
+    return made.problem(ranks), tuple(stretches)
+
+
+@define
+class _Steps:
+    """The problem of recorded steps, while it is made.
+
+    Args:
+        sizes: As ``zero_copy`` of `problem_of`.
+    """
+
+    _sizes: Mapping[str, int]
+    _operations: list[Operation] = field(init=False, factory=list)
+    _accesses: list[Access] = field(init=False, factory=list)
+    _buffers: list[Buffer] = field(init=False, factory=list)
+    _unplanned: list[Unplanned] = field(init=False, factory=list)
+    #: The first buffer of each module's parameters, and buffers that must have one address.
+    _first: dict[str, str] = field(init=False, factory=dict)
+    _together: list[tuple[str, str]] = field(init=False, factory=list)
+    _suballocated: dict[str, Buffer] = field(init=False, factory=dict)
+    #: By group its slots, and how many pushes it had.
+    _slots: dict[str, list[Buffer]] = field(init=False, factory=dict)
+    _pushed: Counter[str] = field(init=False, factory=Counter)
+    _declared: dict[Kind, tuple[OpSpec, Requirement] | None] = field(
+        init=False, factory=lambda: {kind: _declared(kind) for kind in get_args(Kind)}
     )
-    return problem, tuple(stretches)
+
+    def declares(self, call: Call) -> bool:
+        """Whether a collective's buffer must be symmetric, by its declaration."""
+        return self._declared[call.key.kind] is not None
+
+    def _facts(self, call: Call) -> tuple[OpSpec, Requirement]:
+        facts = self._declared[call.key.kind]
+        assert facts is not None
+        return facts
+
+    def buffer(self, name: str, one: Planned, *, lasts: bool) -> str | None:
+        """Add a collective's buffer.
+
+        Args:
+            name: Of the collective.
+            one: The collective.
+            lasts: Whether nobody was seen to drop the buffer.
+
+        Returns:
+            Its name; None if the collective stays in ordinary memory.
+        """
+        call, algorithm = one.call, one.algorithm
+        op, where = OPS[call.key.kind], _WHERE[call.key.kind]
+        if algorithm.name == "ordinary":
+            needed = self.declares(call) and not algorithm.fastest
+            self._unplanned.append(
+                Unplanned(name, op, where, algorithm.reason, call.nbytes, needed=needed)
+            )
+            return None
+        if algorithm.name == "push":
+            turn, mine = self._pushed[call.group], self._slots.setdefault(call.group, [])
+            self._pushed[call.group] += 1
+            return _slot(mine, turn, list(self._slots).index(call.group), call)
+        made = _buffer(name, call, algorithm, self._facts(call)[1], persistent=lasts)
+        if algorithm.name == "shared push":
+            where = f"slot ({algorithm.name})"
+            made = evolve(
+                made, nbytes=call.pushed_bytes, align=_SLOT_ALIGN, where=where, persistent=False
+            )
+        elif one.zero_copy:
+            site, where = call.key.site, f"{where} ({algorithm.name}, the parameters themselves)"
+            made = evolve(made, nbytes=self._sizes[site], where=where)
+            if self._first.setdefault(site, name) != name:
+                self._together.append((self._first[site], name))
+        self._buffers.append(made)
+        return name
+
+    def event(self, what: str, one: Planned, name: str) -> None:
+        """A buffer is begun, its collective runs, or the buffer is dropped.
+
+        Args:
+            what: Which of these.
+            one: The collective; its buffer is placed.
+            name: Of the collective.
+        """
+        assert one.buffer is not None
+        spec, requirement = self._facts(one.call)
+        runs, buffer, how = what == "run", one.buffer, one.algorithm.name
+        operation = _launch(f"{name}.{what}", one.call, spec)
+        if how == "push":
+            if runs:
+                access = Access(operation.name, buffer, write=True, remote=True, releases=True)
+                self._add(operation, access)
+        elif how == "shared push":
+            if what != "drop":
+                # Peers write behind the first meeting, until the second.
+                peers = {"write": not runs, "remote": not runs, "enters": not runs}
+                self._add(
+                    evolve(operation, handshake=True), Access(operation.name, buffer, **peers)
+                )
+        else:
+            if not runs:
+                operation = Operation(operation.name)
+            self._add(
+                operation,
+                Access(
+                    operation.name,
+                    buffer,
+                    write=what == "begin" or (runs and one.call.key.kind == "all_gather"),
+                    remote=runs,
+                    enters=runs and requirement.enters,
+                    releases=runs and requirement.releases,
+                ),
+            )
+
+    def tenant_runs(self, name: str, suballocations: Sequence[Buffer]) -> None:
+        """A tenant runs in its bytes, with its peers'."""
+        reached = {"write": True, "remote": True, "enters": True, "releases": True}
+        for bytes_ in suballocations:
+            self._suballocated.setdefault(bytes_.name, bytes_)
+            run = f"{name}.{bytes_.name}.run"
+            self._add(Operation(run, group=bytes_.group), Access(run, bytes_.name, **reached))
+
+    def _add(self, operation: Operation, access: Access) -> None:
+        self._operations.append(operation)
+        self._accesses.append(access)
+
+    def problem(self, ranks: Mapping[str, tuple[int, ...]]) -> Problem:
+        """All of it; ``ranks`` as for `problem_of`."""
+        slots = [slot for of in self._slots.values() for slot in of]
+        buffers = [*self._buffers, *self._suballocated.values(), *slots]
+        groups = list(dict.fromkeys(b.group for b in buffers))
+        return Problem(
+            buffers=buffers,
+            operations=self._operations,
+            accesses=self._accesses,
+            together=self._together,
+            shared_groups=(tuple(groups),) if self._suballocated else _shared(groups, ranks),
+            unplanned=self._unplanned,
+        )
 
 
 def _name(number: int, index: int, key: Key) -> str:
