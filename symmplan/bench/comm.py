@@ -185,8 +185,8 @@ def fsdp_choices(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
     from symmplan.capture.fsdp_recording import Key, Recording
-    from symmplan.integrate.fsdp.memory import Memory
-    from symmplan.integrate.fsdp.planning import Planning
+    from symmplan.integrate.fsdp.plans import Planning
+    from symmplan.integrate.fsdp.segments import Memory
     from symmplan.runtime.options import Options
     from symmplan.torch_private.c10d import group_name
 

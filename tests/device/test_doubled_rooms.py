@@ -220,7 +220,7 @@ def test_what_was_placed_is_measured_where_the_device_is_full_later(two):
 
 def _limited(rank, world, room):
     """A model that is planned in that room; pushes and copy engines are fastest."""
-    from symmplan.integrate.fsdp.memory import Memory
+    from symmplan.integrate.fsdp.segments import Memory
 
     with _pushes_are_fastest(), mock.patch.object(Memory, "room", return_value=room):
         return _trained(rank, world, "measure")[0]

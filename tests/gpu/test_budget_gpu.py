@@ -68,7 +68,7 @@ def on_budget(rank, world, choose, capacity):
 
 def crowded(rank, world, choose, left):
     """One rank's device has ``left`` bytes free while the plan is made."""
-    from symmplan.integrate.fsdp.planning import Planning
+    from symmplan.integrate.fsdp.plans import Planning
 
     original = Planning.make
 

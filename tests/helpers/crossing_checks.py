@@ -65,7 +65,7 @@ def new_backend(inner="eager", *, debug=False, **options):
 def held_leases(backend):
     gc.collect()
     shared = backend._pool._shared.values()
-    leases = [lease for each in shared for lease in each.by_place.values()]
+    leases = [lease for each in shared for lease in each.crossings._leases.values()]
     return sum(lease.held for lease in leases), len(leases)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import symmplan
-from symmplan.integrate.fsdp.planning import Planning
+from symmplan.integrate.fsdp.plans import Planning
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp_and_tensor_parallel.py"
 WIDTH, BLOCKS = 256, 4

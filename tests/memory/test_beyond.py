@@ -165,7 +165,7 @@ def _trained(rank, world, driven, algorithm="symmetric"):
     from torch.distributed.fsdp import fully_shard
 
     from symmplan.choose import trials
-    from symmplan.integrate.fsdp import memory
+    from symmplan.integrate.fsdp import segments as memory
     from symmplan.memory.backends.shm import ShmBackend
 
     driver, made = _Driver(), {"rendezvous": 3 * MiB, "trials": 5 * MiB, "kernels": 2 * MiB}

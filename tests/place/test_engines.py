@@ -11,8 +11,8 @@ from attrs import evolve
 from ranks import pool_of
 
 import symmplan
-from symmplan.integrate.fsdp import memory as fsdp_memory
-from symmplan.integrate.fsdp.memory import Memory
+from symmplan.integrate.fsdp import segments as fsdp_memory
+from symmplan.integrate.fsdp.segments import Memory
 from symmplan.memory import realize
 from symmplan.memory.backends import torch_symm
 from symmplan.model import Access, Buffer, Operation, Problem, SegmentSpec

@@ -25,9 +25,9 @@ FILES = [
     "integrate/fsdp/zero_copy.py",
     "integrate/fsdp/parameter_storage.py",
     "integrate/fsdp/layout.py",
-    "integrate/fsdp/memory.py",
+    "integrate/fsdp/segments.py",
     "integrate/fsdp/push.py",
-    "integrate/fsdp/runtime.py",
+    "integrate/fsdp/serve.py",
     "integrate/fsdp/schedule.py",
     "memory/leased.py",
     "runtime/leases.py",
@@ -385,19 +385,19 @@ def test_the_tables_have_nothing_else():
             "optimizer_steps",
         ),
         (
-            "integrate/fsdp/runtime.py",
+            "integrate/fsdp/serve.py",
             "        mine = unshard.storage\n",
             "        if not self.alive:\n            return False\n",
             "Runtime.alive",
         ),
         (
-            "integrate/fsdp/runtime.py",
+            "integrate/fsdp/serve.py",
             "        scheduled, memory = slot.scheduled, self.memory\n",
             '        if self.counts["copies"]:\n            return "", None\n',
             "Runtime.counts.copies",
         ),
         (
-            "integrate/fsdp/runtime.py",
+            "integrate/fsdp/serve.py",
             "        scheduled, memory = slot.scheduled, self.memory\n",
             (
                 "        counts = self.counts\n"
@@ -406,7 +406,7 @@ def test_the_tables_have_nothing_else():
             "Runtime.counts",
         ),
         (
-            "integrate/fsdp/runtime.py",
+            "integrate/fsdp/serve.py",
             "        if self.schedule is None:\n            return None\n        scheduled, in_",
             "        if self.memory.users(key.site).holders(0, 1):\n            return None\n",
             "holders",

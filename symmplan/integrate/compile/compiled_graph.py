@@ -383,7 +383,9 @@ class CompiledGraph:
                 results = self.pinned_inputs.leave(copies, results)
             self._passed(part.name)
             shared.finish(part.agreed)
-            return shared.hand_over(part, list(results)) if part.saved else results
+            if not part.saved:
+                return results
+            return shared.crossings.hand_over(arena, part, list(results))
         finally:
             self.record.ran(part)
             shared.leave()
@@ -392,7 +394,8 @@ class CompiledGraph:
         """Note that a part has run: a backward is due behind its forward."""
         forward = self.parts.get("forward")
         if forward is not None and forward.shared is not None:
-            forward.shared.expect(forward, backward=name == "forward" or keeps_graph())
+            due = name == "forward" or keeps_graph()
+            forward.shared.crossings.expect(forward, backward=due)
 
     def _settled(self, part: PlannedPart, args: list[Any]) -> Shared | None:
         """The segments of a part, found or made before it first runs; None if there are none."""

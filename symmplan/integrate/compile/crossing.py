@@ -33,13 +33,21 @@ from attrs import define, field
 from torch.utils.weak import TensorWeakRef
 
 from symmplan.coordination.world import address_of
+from symmplan.device import device_of
 from symmplan.errors import RunError
-from symmplan.runtime.leases import StorageLease
+from symmplan.memory.leased import lease_out
+from symmplan.memory.streams import synchronize
+from symmplan.runtime.leases import Ledger, StorageLease
+from symmplan.torch_private.autograd import has_saved_tensor_hooks, keeps_graph
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Iterable, Mapping
 
+    from symmplan.integrate.compile.parts import PlannedPart, Record
+    from symmplan.memory.arena import Arena
     from symmplan.model import Placement
+    from symmplan.runtime.leases import Run
 
 #: Why a crossing tensor was copied, and what avoids it.
 REASONS = {
@@ -145,6 +153,128 @@ class CrossingLease(StorageLease):
         else:
             here.copy_(tensor)
         return here
+
+
+@define(eq=False)
+class Crossings:
+    """What crosses in the segments that graphs take turns in.
+
+    Attributes:
+        copies: How many crossing tensors were copied, by reason.
+    """
+
+    copies: Counter[str]
+    # The bytes of each crossing buffer that a graph has had so far.
+    _leases: dict[Placement, CrossingLease] = field(init=False, factory=dict)
+
+    @property
+    def exist(self) -> bool:
+        """Whether a graph has had any."""
+        return bool(self._leases)
+
+    def _at(self, arena: Arena, place: Placement) -> CrossingLease:
+        lease = self._leases.get(place)
+        if lease is None:
+            segment = arena.segments[place.segment].tensor
+            lease = self._leases[place] = CrossingLease(
+                lease_out(segment[place.offset : place.end]), place
+            )
+        return lease
+
+    def make_room(self, arena: Arena, part: PlannedPart, args: list[Any], run: Run) -> None:
+        """Before a part runs: what others saved makes room, what it needs in place is put there."""
+        for place in part.saved.values():
+            self._at(arena, place)
+        given = [(g, self._at(arena, g.place)) for g in part.given]
+        here = [lease for g, lease in given if lease.has(args[g.index])]
+        self.copies["aside"] += run.hold(arena.segments, part.spans, args, but=here)
+        for left in run.left:
+            mine = isinstance(left, CrossingLease) and left.graph is part.record
+            self.copies["again" if mine else "other"] += 1
+        if here and keeps_graph():
+            self._keep(part, args)
+        for g, lease in given:
+            tensor = args[g.index]
+            if lease.has(tensor):
+                continue
+            if g.needed:
+                args[g.index] = lease.fill(tensor, g.offset)
+                self.copies["back"] += 1
+            else:  # it may have been copied on another stream
+                there = device_of(tensor.device)
+                there.record_stream(tensor, there.current_stream())
+
+    def _keep(self, part: PlannedPart, args: list[Any]) -> None:
+        """Another backward will need what this one overwrites: let it have copies."""
+        overwritten = ((g.place, g.index) for g in part.given if g.overwritten)
+        for place, indices in self._together(overwritten, args).items():
+            lease = self._leases[place]
+            lease.evacuate()
+            self.copies["kept"] += 1
+            for i in indices:
+                args[i] = lease.view(args[i])
+
+    def hand_over(self, arena: Arena, part: PlannedPart, results: list[Any]) -> list[Any]:
+        """What a forward returns: what it saved, as tensors that can be moved, in ``results``."""
+        hooks = has_saved_tensor_hooks()
+        saved = ((place, i) for i, place in part.saved.items())
+        for place, indices in self._together(saved, results).items():
+            lease, tensors = self._leases[place], [results[i] for i in indices]
+            if hooks:
+                self.copies["hooks"] += 1
+                made = lease.copies(tensors)
+            else:
+                made = lease.hand_out(tensors, part.record)
+                _take(arena, lease)
+            for i, tensor in zip(indices, made, strict=True):
+                results[i] = tensor
+        return results
+
+    def expect(self, part: PlannedPart, *, backward: bool) -> None:
+        """Note whether a backward is due for what this forward saves."""
+        for place in part.saved.values():
+            if place in self._leases:  # else it never ran here
+                due = self._leases[place].due
+                (due.add if backward else due.discard)(part.record)
+
+    def due(self, but: Record) -> list[Placement]:
+        """What other graphs' forwards saved whose backwards are due."""
+        return [place for place, lease in self._leases.items() if lease.due - {but}]
+
+    def _together(
+        self, found: Iterable[tuple[Placement, int]], tensors: list[Any]
+    ) -> dict[Placement, list[int]]:
+        """The indices of tensors that do lie in their placements, by placement."""
+        together: dict[Placement, list[int]] = {}
+        for place, index in found:
+            if self._leases[place].has(tensors[index]):
+                together.setdefault(place, []).append(index)
+        return together
+
+    def move(self, arena: Arena) -> None:
+        """Let everything that is held lie in other segments, as large or larger."""
+        saved, self._leases = self._leases, {}
+        for place, lease in saved.items():
+            there = self._at(arena, place)
+            there.due = lease.due
+            if lease.held:
+                lease.move_to(there)
+                _take(arena, there)
+        if saved:
+            synchronize(next(iter(saved.values())).tensor.device)  # what was saved has been copied
+
+    def clear(self) -> None:
+        """Copy everything out that was saved; what cannot move keeps the memory it lies in."""
+        for lease in self._leases.values():
+            if lease.held:
+                lease.move(lease.tensor.clone())
+                self.copies["released"] += 1
+
+
+def _take(arena: Arena, lease: CrossingLease) -> None:
+    segment, place = arena.segments[lease.place.segment], lease.place
+    begin = segment.begin + place.offset
+    Ledger(segment.leases).take(begin, begin + place.nbytes, lease)
 
 
 def _like(tensor: torch.Tensor, on: torch.Tensor, offset: Any) -> torch.Tensor:

@@ -16,6 +16,7 @@ from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import at_drop
 from symmplan.coordination.world import current
 from symmplan.errors import RunError
+from symmplan.integrate.compile.crossing import Crossings
 from symmplan.integrate.compile.places import PinnedPart, Place
 from symmplan.integrate.compile.plans import group_names, structure_of
 from symmplan.integrate.compile.progress import Progress
@@ -181,7 +182,7 @@ class Pool:
             self.progress.add(found)
         if shared is None:
             assert found is not None
-            shared = Shared(found, device, groups, self.copies, self.progress)
+            shared = Shared(found, device, groups, Crossings(self.copies), self.progress)
             self._shared[key] = shared
         elif found is not None:
             shared.move(found)

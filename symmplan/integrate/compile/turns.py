@@ -34,22 +34,17 @@ from attrs import define, field
 
 from symmplan.device import device_of
 from symmplan.errors import ReleasedError, RunError
-from symmplan.integrate.compile.crossing import CrossingLease
 from symmplan.integrate.compile.plans import is_unmet
 from symmplan.memory.held import keep
-from symmplan.memory.leased import lease_out
 from symmplan.memory.streams import synchronize
 from symmplan.place.engines import register_known
-from symmplan.runtime.leases import Lease, Ledger, Run
+from symmplan.runtime.leases import Lease, Run
 from symmplan.runtime.tenants import ran, synchronizes_once
-from symmplan.torch_private.autograd import has_saved_tensor_hooks, keeps_graph
 
 if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Iterable
-
     import torch
 
+    from symmplan.integrate.compile.crossing import Crossings
     from symmplan.integrate.compile.parts import PlannedPart, Record
     from symmplan.integrate.compile.progress import Progress
     from symmplan.memory.arena import Arena
@@ -64,7 +59,7 @@ class Shared:
         arena: The segments; replaced when they must grow.
         device: Where they lie.
         groups: The process groups that they met.
-        copies: How many crossing tensors were copied, by reason.
+        crossings: The tensors in them that outlive a run of their graph.
         progress: How far the ranks are.
         agreed: The first plan of each kind that all ranks have agreed on.
         released: Whether the segments were given back.
@@ -72,14 +67,13 @@ class Shared:
         align: What the segments must begin at a multiple of, in bytes.
         crosses: Whether something in them outlives a run of its graph.
         lock: Held while a graph runs in them.
-        by_place: The bytes of each crossing buffer that a graph has had so far.
         taken_by: The parts that have inputs in the segments.
     """
 
     arena: Arena
     device: torch.device
     groups: list[Any]
-    copies: Counter[str]
+    crossings: Crossings
     progress: Progress
     agreed: dict[Any, Plan] = field(init=False, factory=dict)
     released: bool = field(init=False, default=False)
@@ -91,7 +85,6 @@ class Shared:
     _last: Plan | None = field(init=False, default=None)
     _run: Run | None = field(init=False, default=None)
     _stream: tuple[Any, int] = field(init=False, default=(None, 0))
-    by_place: dict[Placement, CrossingLease] = field(init=False, factory=dict)
     taken_by: WeakSet[PlannedPart] = field(init=False, factory=WeakSet)
     _captured: bool = field(init=False, default=False)
 
@@ -119,7 +112,7 @@ class Shared:
             if part.copies_back and self._is_unmet(part.agreed):
                 self._barrier()
             self._run = Run(Lease(stream=self._stream[0] if self.is_tenant else None))
-            self._make_room(part, args, self._run)
+            self.crossings.make_room(self.arena, part, args, self._run)
             self._meet(part.agreed)
         except BaseException:
             self.leave()
@@ -173,7 +166,7 @@ class Shared:
 
     def _meet(self, plan: Plan) -> None:
         last = self._last or plan
-        shares = last is not plan or self.by_place or self.is_tenant
+        shares = last is not plan or self.crossings.exist or self.is_tenant
         if (last is not plan and self._is_unmet(last)) or (shares and self._is_unmet(plan)):
             self._barrier()
         self._last = plan
@@ -194,15 +187,7 @@ class Shared:
     def move(self, arena: Arena) -> None:
         """Use other segments, as large or larger; what was saved moves, and the old ones go."""
         old, self.arena = self.arena, arena
-        saved, self.by_place = self.by_place, {}
-        for place, lease in saved.items():
-            there = self._at(place)
-            there.due = lease.due
-            if lease.held:
-                lease.move_to(there)
-                self._take(there)
-        if saved:
-            synchronize(self.device)  # what was saved has been copied
+        self.crossings.move(arena)
         self._forget_inputs()
         self.progress.remove(old)
         old.give_back()
@@ -212,111 +197,24 @@ class Shared:
             part.taken = (None, ())
         self.taken_by.clear()
 
+    def reserved(self, but: Record) -> list[tuple[Placement, str]]:
+        """``(placement, group)`` of what other graphs' forwards saved whose backwards are due."""
+        segments = self.arena.segments
+        due = self.crossings.due(but)
+        return [(place, segments[place.segment].spec.groups[0]) for place in due]
+
+    def clear(self) -> None:
+        """Leave the segments: what was saved is copied out. Collective: no."""
+        self._forget_inputs()
+        self.crossings.clear()
+
     def release(self) -> None:
-        """Give the segments back; what was saved is copied out. Collective: no."""
+        """Give the segments back. Collective: no."""
         self.clear()
         self.released = True
         self.progress.remove(self.arena)
         synchronize(self.device)
         self.arena.give_back()
-
-    # What crosses.
-
-    def _at(self, place: Placement) -> CrossingLease:
-        lease = self.by_place.get(place)
-        if lease is None:
-            segment = self.arena.segments[place.segment].tensor
-            lease = self.by_place[place] = CrossingLease(
-                lease_out(segment[place.offset : place.end]), place
-            )
-        return lease
-
-    def _make_room(self, part: PlannedPart, args: list[Any], run: Run) -> None:
-        """Before a part runs: what others saved makes room, what it needs in place is put there."""
-        for place in part.saved.values():
-            self._at(place)
-        here = [at for g in part.given if (at := self._at(g.place)).has(args[g.index])]
-        self.copies["aside"] += run.hold(self.arena.segments, part.spans, args, but=here)
-        for lease in run.left:
-            mine = isinstance(lease, CrossingLease) and lease.graph is part.record
-            self.copies["again" if mine else "other"] += 1
-        if here and keeps_graph():
-            self._keep(part, args)
-        for given in part.given:
-            lease, tensor = self._at(given.place), args[given.index]
-            if lease.has(tensor):
-                continue
-            if given.needed:
-                args[given.index] = lease.fill(tensor, given.offset)
-                self.copies["back"] += 1
-            else:  # it may have been copied on another stream
-                there = device_of(tensor.device)
-                there.record_stream(tensor, there.current_stream())
-
-    def _keep(self, part: PlannedPart, args: list[Any]) -> None:
-        """Another backward will need what this one overwrites: let it have copies."""
-        overwritten = ((g.place, g.index) for g in part.given if g.overwritten)
-        for place, indices in self._together(overwritten, args).items():
-            lease = self._at(place)
-            lease.evacuate()
-            self.copies["kept"] += 1
-            for i in indices:
-                args[i] = lease.view(args[i])
-
-    def hand_over(self, part: PlannedPart, results: list[Any]) -> list[Any]:
-        """What a forward returns: what it saved, as tensors that can be moved, in ``results``."""
-        hooks = has_saved_tensor_hooks()
-        saved = ((place, i) for i, place in part.saved.items())
-        for place, indices in self._together(saved, results).items():
-            lease, tensors = self._at(place), [results[i] for i in indices]
-            if hooks:
-                self.copies["hooks"] += 1
-                made = lease.copies(tensors)
-            else:
-                made = lease.hand_out(tensors, part.record)
-                self._take(lease)
-            for i, tensor in zip(indices, made, strict=True):
-                results[i] = tensor
-        return results
-
-    def expect(self, part: PlannedPart, *, backward: bool) -> None:
-        """Note whether a backward is due for what this forward saves."""
-        for place in part.saved.values():
-            if place in self.by_place:  # else it never ran here
-                due = self.by_place[place].due
-                (due.add if backward else due.discard)(part.record)
-
-    def reserved(self, but: Record) -> list[tuple[Placement, str]]:
-        """``(placement, group)`` of what other graphs' forwards saved whose backwards are due."""
-        segments = self.arena.segments
-        return [
-            (place, segments[place.segment].spec.groups[0])
-            for place, lease in self.by_place.items()
-            if lease.due - {but}
-        ]
-
-    def _take(self, lease: CrossingLease) -> None:
-        segment, place = self.arena.segments[lease.place.segment], lease.place
-        begin = segment.begin + place.offset
-        Ledger(segment.leases).take(begin, begin + place.nbytes, lease)
-
-    def _together(
-        self, found: Iterable[tuple[Placement, int]], tensors: list[Any]
-    ) -> dict[Placement, list[int]]:
-        """The indices of tensors that do lie in their placements, by placement."""
-        together: dict[Placement, list[int]] = {}
-        for place, index in found:
-            if self._at(place).has(tensors[index]):
-                together.setdefault(place, []).append(index)
-        return together
-
-    def clear(self) -> None:
-        """Copy everything out that was saved; what cannot move keeps the memory it lies in."""
-        self._forget_inputs()
-        for lease in self.by_place.values():
-            if lease.held:
-                lease.move(lease.tensor.clone())
-                self.copies["released"] += 1
 
 
 def released() -> ReleasedError:

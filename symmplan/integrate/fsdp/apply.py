@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from symmplan.errors import CaptureError, ReleasedError, RunError
 from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
 from symmplan.integrate.fsdp.layout import NO_SEAM
-from symmplan.integrate.fsdp.runtime import Runtime
+from symmplan.integrate.fsdp.serve import Runtime
 from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
 from symmplan.memory import DEFAULT_TIMEOUT
 from symmplan.memory.beyond import beyond_segments

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from symmplan.integrate.fsdp.push import Pushes
-    from symmplan.integrate.fsdp.runtime import Runtime
+    from symmplan.integrate.fsdp.serve import Runtime
     from symmplan.integrate.fsdp.slots import Slot
 
 __all__ = ["PlannedAllGather", "PlannedReduceScatter"]

@@ -4,7 +4,7 @@
     A collective's bytes must lie at the same place on all ranks. So the place may depend only on
     what all ranks share, which is the sequence of FSDP2's collectives. `Schedule.follow` is a
     function of that sequence alone. It does not look at whether the bytes are free on this rank. If
-    they are not, this rank alone makes room (see `symmplan.integrate.fsdp.memory`).
+    they are not, this rank alone makes room (see `symmplan.integrate.fsdp.segments`).
 """
 
 from __future__ import annotations

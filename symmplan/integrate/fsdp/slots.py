@@ -1,4 +1,4 @@
-"""What `symmplan.integrate.fsdp.runtime` keeps of each buffer."""
+"""What `symmplan.integrate.fsdp.serve` keeps of each buffer."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class StepPlan:
         stretches: The collectives of each recording.
         tenants: The tenants that have bytes in it, too.
         demoted: ``{key of a demoted collective: its algorithm}``.
-        held: What `symmplan.integrate.fsdp.memory.Memory.prepare` made for it.
+        held: What `symmplan.integrate.fsdp.segments.Memory.prepare` made for it.
     """
 
     plan: Plan

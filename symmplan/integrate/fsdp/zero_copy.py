@@ -56,7 +56,7 @@ class ZeroCopyUnshard:
     """An FSDP2 parameter group whose parameters may live in a placement.
 
     Args:
-        runtime: The model's `symmplan.integrate.fsdp.runtime.Runtime`.
+        runtime: The model's `symmplan.integrate.fsdp.serve.Runtime`.
         site: Name of the module in the model.
         group: FSDP2's parameter group.
 

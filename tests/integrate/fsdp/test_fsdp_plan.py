@@ -291,7 +291,7 @@ def test_bytes_may_come_back_in_any_thread():
 def test_a_tenant_shares_its_bytes_with_what_is_dead_while_it_runs():
     from types import SimpleNamespace
 
-    from symmplan.integrate.fsdp.planning import _needs
+    from symmplan.integrate.fsdp.plans import _needs
 
     spec = SimpleNamespace(groups=("g",))
     segments = {"s0": SimpleNamespace(nbytes=4096, spec=spec, parent=None)}

@@ -223,7 +223,7 @@ def test_the_sums_of_narrow_gradients_are_reduced_on_in_32_bits():
 
 def crowded(rank, world):
     """On the last rank somebody stays in the bytes of each shared slot."""
-    from symmplan.integrate.fsdp.memory import Memory
+    from symmplan.integrate.fsdp.segments import Memory
 
     take = Memory.take
     if rank == world - 1:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from symmplan.choose.choice import Choice
     from symmplan.integrate.fsdp.cases import CallCase
     from symmplan.integrate.fsdp.layout import Layout
-    from symmplan.integrate.fsdp.memory import Memory
+    from symmplan.integrate.fsdp.segments import Memory
     from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
     from symmplan.model import AlgorithmName, Plan
     from symmplan.planner.budget import Demotable

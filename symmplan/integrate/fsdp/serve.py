@@ -16,9 +16,9 @@ from symmplan.coordination.own import own_work
 from symmplan.errors import CaptureError, RunError
 from symmplan.integrate.fsdp import reasons
 from symmplan.integrate.fsdp.lacking import Lacking
-from symmplan.integrate.fsdp.memory import Memory
-from symmplan.integrate.fsdp.planning import Planning
+from symmplan.integrate.fsdp.plans import Planning
 from symmplan.integrate.fsdp.recorder import PATIENCE, StepEnds, StepRecorder
+from symmplan.integrate.fsdp.segments import Memory
 from symmplan.integrate.fsdp.slots import Slot
 from symmplan.process import PROCESS
 from symmplan.runtime.executor import Executor
