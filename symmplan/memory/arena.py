@@ -127,6 +127,12 @@ class Arena:
         return all(segment.parent is not None or segment.backend.frees for segment in segments)
 
     @property
+    def frees_together(self) -> bool:
+        """Whether a release gives the memory back once all ranks take back what is registered."""
+        segments = self.segments.values()
+        return all(s.parent is not None or s.backend.frees_together for s in segments)
+
+    @property
     def timed(self) -> bool:
         """Whether other programs may use its bytes while its own does not run."""
         return self.parent is not None
@@ -241,7 +247,7 @@ class Arena:
             self.parent.give_back(self.user)
 
     @own_work
-    def give_back(self, tenant: str | None = None) -> None:
+    def give_back(self, tenant: str | None = None, *, together: bool = False) -> None:
         """End a tenant's use. Idempotent.
 
         All work of this rank in the tenant's bytes must be done. The next tenant meets the peers
@@ -250,6 +256,8 @@ class Arena:
         Args:
             tenant: Its name, for people; by default the one for which the arena was made. The arena
                 is released with its last tenant.
+            together: Whether all ranks do so, and take back then what is registered: it is not kept
+                for a later plan if that gives its memory back.
 
         Collective: no.
         """
@@ -262,7 +270,8 @@ class Arena:
         spoilt = any(self._leased.values()) or any(
             s.held() or s.health.reason is not None or s.unmet for s in segments
         )
-        if not segments or self.frees or spoilt or not self.numbered:
+        frees = self.frees_together if together else self.frees
+        if not segments or frees or spoilt or not self.numbered:
             self.release()
         else:
             PROCESS.cache[self.number] = self

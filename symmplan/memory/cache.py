@@ -20,18 +20,19 @@ from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import own_work
 from symmplan.device import kind_of
 from symmplan.memory import agree, realize
+from symmplan.memory.backends.windows import take_back
 from symmplan.memory.streams import synchronize
 from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import torch
 
     from symmplan.memory import Arena
     from symmplan.model import Plan
 
-__all__ = ["borrowed", "cached_bytes", "fits", "obtain"]
+__all__ = ["borrowed", "cached_bytes", "fits", "give_back_together", "obtain"]
 
 
 def fits(plan: Plan, arena: Arena) -> bool:
@@ -159,6 +160,31 @@ def borrowed(
         raise
     there.clear()
     arena.give_back()
+
+
+@own_work
+def give_back_together(arenas: Iterable[Arena], groups: Mapping[str, Any], timeout: float) -> None:
+    """Give segments back to the driver, and what is cached of these groups.
+
+    Memory that cannot be given back while the process lives stays in the cache.
+
+    Args:
+        arenas: Those that the caller has, in one order on all ranks, without work on them.
+        groups: ``{name: process group}`` of all with which something may be registered.
+        timeout: Seconds that ranks wait for each other.
+
+    Collective: yes, over those groups.
+    """
+    for arena in arenas:
+        arena.give_back(together=True)
+    members = {*groups.values()}
+    for number, arena in PROCESS.cache.copy().items():
+        met = {
+            r.group.process_group for s in arena.segments.values() for r in s.rendezvous.values()
+        }
+        if arena.frees_together and met <= members:
+            PROCESS.cache.pop(number).release()
+    take_back({name: g for name, g in groups.items() if g in PROCESS.windows}, timeout)
 
 
 def _common(found: Mapping[int, Arena], groups: Mapping[str, Any], timeout: float) -> int | None:

@@ -87,7 +87,7 @@ def _full_later(rank, world, choose):
             model(torch.full((4, 1024), float(rank))).square().mean().backward()
     planning = handle._runtime.planning
     with mock.patch.object(planning._memory, "room", return_value=Room(0, 0, 0)):
-        found = handle.stats.placed > 0, planning._limited([], {}, {})
+        found = handle.stats.placed > 0, planning.fitting.limited([], {}, {})
     handle.remove()
     return found
 

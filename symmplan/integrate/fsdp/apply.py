@@ -89,7 +89,7 @@ class Handle(OfOneProcess):
     @property
     def choices(self) -> tuple[Choice, ...]:
         """The measured times of each kind of collective, and its algorithm."""
-        return self._runtime.planning.choices
+        return self._runtime.planning.fitting.choices
 
     @property
     @outside_graphs

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from attrs import evolve
 
 from symmplan.capture.fsdp_recording import with_widest
 from symmplan.capture.fsdp_unsharded import kept_after_forward
-from symmplan.choose.choice import NO_ROOM
-from symmplan.choose.chooser import Chosen
 from symmplan.coordination.all_gather import all_agree, all_gather_json, telling
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
-from symmplan.integrate.fsdp.cases import case_of, demotables_of, smallest_of, why_not_measured
 from symmplan.integrate.fsdp.drops import merged
+from symmplan.integrate.fsdp.fitting import StepFitting, demotables
 from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
 from symmplan.integrate.fsdp.schedule import Schedule
-from symmplan.integrate.fsdp.step_plans import StepPlan, StepProblem
-from symmplan.memory.device_memory import device_memory
 from symmplan.memory.meeting.topology import served
-from symmplan.memory.room import LEFT
-from symmplan.model import Algorithm, Buffer
-from symmplan.planner.budget import within
-from symmplan.runtime.measure import choose_algorithms
+from symmplan.model import Buffer
 from symmplan.runtime.tenants import timed
 
 if TYPE_CHECKING:
@@ -34,14 +26,13 @@ if TYPE_CHECKING:
 
     from symmplan.capture.fsdp import Planned
     from symmplan.capture.fsdp_recording import Call, Recording
-    from symmplan.choose.cases import Case
     from symmplan.choose.choice import Choice
-    from symmplan.integrate.fsdp.cases import CallCase
+    from symmplan.choose.chooser import Chosen
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.integrate.fsdp.segments import Memory
+    from symmplan.integrate.fsdp.step_plans import StepPlan, StepProblem
     from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
-    from symmplan.model import AlgorithmName, Plan
-    from symmplan.planner.budget import Demotable
+    from symmplan.model import Plan
     from symmplan.runtime.options import Options
     from symmplan.runtime.tenants import Tenant
 
@@ -62,20 +53,20 @@ class Planning:
     Attributes:
         live: The same.
         plan: The last plan, None before the first.
-        choices: What was measured of all plans, in the order of the program.
         unshards: The parameter groups whose parameters may live in placements.
         layouts: ``{site: layout}`` of those whose parameters can.
         flat: ``{site: why}`` of those whose parameters cannot.
+        fitting: What of the steps has room, and how it runs.
         left: Whether the last recording has gathers that its plan has no room for.
     """
 
     def __init__(self, options: Options, memory: Memory, live: int | None = None) -> None:
         self.live = live
         self.plan: Plan | None = None
-        self.choices: tuple[Choice, ...] = ()
         self.unshards: list[ZeroCopyUnshard] = []
         self.layouts: dict[str, Layout] = {}
         self.flat: dict[str, str] = {}
+        self.fitting = StepFitting(options, memory, live, self.layouts)
         self._options = options
         self._memory = memory
         self.left = False
@@ -110,10 +101,10 @@ class Planning:
         preparation = memory.preparation
         self._agree()
         recordings = self._sent_alike(recordings)
-        memory.program.had(recordings[-1], self._unsharded, memory.device)
-        chosen, limit = self._choose(recordings)
+        memory.program.had(recordings[-1], self.fitting.unsharded, memory.device)
+        chosen, limit = self.fitting.choose(recordings)
         recordings = merged(recordings, groups, self._options.timeout)
-        problem, last = self._problem(recordings, chosen), self._last
+        problem, last = self.fitting.problem(recordings, chosen), self._last
         if last is not None:
             problem, same = preparation.attempt(lambda: problem.compared(last), groups)
             self.left = bool(problem.recordings[-1].unplaced)
@@ -167,110 +158,6 @@ class Planning:
         memory.levels, memory.unreached = served(groups, name, device, self._options.timeout)
         return name
 
-    def _choose(self, recordings: Sequence[Recording]) -> tuple[Chosen[Call], int | None]:
-        """How the collectives that were recorded run, and what `_limited` says of them.
-
-        Collective: yes, over all groups of the model, where anything is new.
-        """
-        memory, device = self._memory, self._memory.device
-        preparation = memory.preparation
-        if preparation.refusal is not None:
-            return Chosen(), None
-        measures = self._options.chosen(device) == "measure"
-
-        def case(call: Call) -> CallCase:
-            ranks, levels = memory.groups[call.group].size(), call.group in memory.levels
-            return case_of(call, preparation.memory, device, ranks, levels=levels)
-
-        cases: dict[Call, Case] = {}
-        left_out: dict[Call, str] = {}
-        for call in (r.collectives[i] for r in recordings for i in r.ran):
-            known = case(call)
-            why = memory.unreached.get(call.group, "")
-            if measures and not why:
-                why = why_not_measured(known, device)
-            if why:
-                left_out[call] = why
-            else:
-                cases[call] = known
-        limit = self._limited(recordings, cases, left_out) if measures and cases else None
-        if limit == 0:
-            left_out |= dict.fromkeys(cases, NO_ROOM)
-            cases = {}
-        given = (cases, left_out, device, preparation)
-        chosen = choose_algorithms(*given, planned=memory.groups, traces=False)
-        self.choices = tuple(dict.fromkeys((*self.choices, *chosen.choices)))
-        return chosen, limit
-
-    def _limited(
-        self,
-        recordings: Sequence[Recording],
-        cases: Mapping[Call, Case],
-        left_out: Mapping[Call, str],
-    ) -> int | None:
-        """Bytes to which a full device limits the first plan that places anything.
-
-        See [Note: what the program had] in `symmplan.memory.room`: that plan leaves nothing out, so
-        each collective takes as few bytes as it can.
-
-        Returns:
-            None if the device is not full. 0 if no plan would place anything, or if it is full and
-            has no room for such a plan and what measuring takes: communicators and loaded kernels
-            keep their bytes, which the program would lack.
-
-        Collective: yes, over all groups of the model, if it has no segments.
-        """
-        memory, given = self._memory, self._options.capacity is not None
-        placed = memory.arena is not None and memory.arena.segment_bytes > 0
-        if given or placed or device_memory(memory.device) is None:
-            return None
-        free = memory.room(below=False, reserve=LEFT)
-        if not free.whole:
-            return 0
-        ordinary = {call: Algorithm("ordinary", why) for call, why in left_out.items()}
-        smallest = {call: Algorithm(smallest_of(case)) for call, case in cases.items()}
-        chosen = Chosen({**ordinary, **smallest}, cases=cases)
-        problem, first = self._problem(recordings, chosen), recordings[0].collectives
-        room = memory.room(below=self.live is None)
-
-        def tried() -> tuple[int, bool, StepPlan]:
-            made = self._within(room.nbytes, problem, chosen)
-            budget = made.plan.budget
-            nbytes = self._taken(made, first) if budget is None else budget.wanted_bytes
-            places = any(p.buffer is not None for s in made.stretches for p in s)
-            return nbytes, places, made if budget is None else problem.plan({}, {})
-
-        whole, places, made = memory.preparation.attempt(tried, memory.groups)
-        timeout = self._options.timeout
-        if not all_agree("a whole plan", [whole, places], memory.groups, timeout):
-            return None
-        nbytes = made.plan.peak_bytes + made.beyond(memory.preparation.memory)
-        means = made.algorithms(first)
-        program, fits = memory.program, whole <= room.whole
-        full, fits = program.filled(nbytes, means, memory.device, memory.groups, fits=fits)
-        if full or whole > free.nbytes:
-            return whole if fits else 0
-        return None if places else 0
-
-    def _algorithm(
-        self, chosen: Chosen[Call], gave: Mapping[Any, AlgorithmName], call: Call
-    ) -> Algorithm:
-        """How a collective runs, where those of some cases were demoted."""
-        preparation = self._memory.preparation
-        if preparation.refusal is not None:
-            return Algorithm("ordinary", preparation.reason)
-        return chosen.algorithm(call, gave)
-
-    def _problem(self, recordings: Sequence[Recording], chosen: Chosen[Call]) -> StepProblem:
-        groups = self._memory.groups
-        return StepProblem(
-            recordings=recordings,
-            ranks={n: tuple(dist.get_process_group_ranks(g)) for n, g in groups.items()},
-            zero_copy=self._unsharded,
-            algorithm=functools.partial(self._algorithm, chosen),
-            live=self.live,
-        )
-
     def _prepared(self, problem: StepProblem, chosen: Chosen[Call], limit: int | None) -> StepPlan:
         """Plan what is not left out, in ``limit`` bytes if that is given, and make room for that.
 
@@ -281,7 +168,7 @@ class Planning:
 
         def finished(made: StepPlan) -> StepPlan:
             held = memory.prepare(made.plan, made.by_engines)
-            return evolve(problem.advised(made, _demotables(made, chosen)), held=held)
+            return evolve(problem.advised(made, demotables(made, chosen)), held=held)
 
         room = None
         if preparation.refusal is None:
@@ -294,34 +181,7 @@ class Planning:
                 if self._alike(made, tenants, room, recordings[0].collectives):
                     return finished(made)
 
-        return finished(self._within(room, problem, chosen))
-
-    def _within(self, room: int | None, problem: StepProblem, chosen: Chosen[Call]) -> StepPlan:
-        """The plan that takes no more than ``room`` bytes; None for no limit.
-
-        Communicators and windows count, unless a plan leaves nothing out only if they do not.
-        """
-        counted = self._fitting(room, problem, chosen, communicators=True)
-        if not counted.leaves_out:
-            return counted
-        other = self._fitting(room, problem, chosen, communicators=False)
-        return counted if other.leaves_out else other
-
-    def _fitting(
-        self, room: int | None, problem: StepProblem, chosen: Chosen[Call], *, communicators: bool
-    ) -> StepPlan:
-        first = problem.recordings[0].collectives
-
-        def planned(
-            demoted: Mapping[Any, AlgorithmName],
-        ) -> tuple[Plan, list[Demotable], StepPlan]:
-            made = problem.plan({}, demoted)
-            return made.plan, _demotables(made, chosen), made
-
-        plan, made = within(
-            room, planned, lambda _, made: self._taken(made, first, communicators=communicators)
-        )
-        return evolve(made, plan=plan)
+        return finished(self.fitting.within(room, problem, chosen))
 
     def _tenants(self, recordings: Sequence[Recording]) -> dict[int, tuple[Buffer, ...]]:
         """Who ran meanwhile and can live in suballocations; the same on all ranks.
@@ -343,29 +203,6 @@ class Planning:
         )
         return {} if any(x != mine for of in said.values() for x in of) else found
 
-    def _taken(self, made: StepPlan, first: Sequence[Call], *, communicators: bool = True) -> int:
-        """Bytes of a plan, and those that the program has besides where nobody set a limit.
-
-        Args:
-            made: The plan.
-            first: The collectives of the step whose memory was looked at.
-            communicators: Whether those that the plan needs count, and its windows.
-
-        Collective: as `ProgramUsage.needed_besides`.
-        """
-        if self._options.capacity is not None:
-            return made.plan.peak_bytes
-        memory, nbytes = self._memory, made.plan.peak_bytes
-        beyond = made.beyond(memory.preparation.memory) if communicators else 0
-        given = nbytes, beyond, first, self._unsharded, made.algorithms(first)
-        slack = memory.preparation.slack
-        return nbytes + memory.program.needed_besides(*given, slack, memory.groups)
-
-    @property
-    def _unsharded(self) -> dict[str, int]:
-        """``{site: bytes}`` of the unsharded parameters that a plan may place."""
-        return {site: x.nbytes for site, x in self.layouts.items()}
-
     def _alike(
         self,
         made: StepPlan,
@@ -379,7 +216,7 @@ class Planning:
         """
         names = dict.fromkeys(g.group for needs in tenants.values() for g in needs)
         groups = {n: g.process_group for n, g in resolve_groups(names).items()}
-        fits = self._taken(made, first) <= room and not made.plan.barriers
+        fits = self.fitting.taken(made, first) <= room and not made.plan.barriers
         mine = made.plan.fingerprint if fits else ""
         groups = {**self._memory.groups, **groups}
         return all_agree("suballocations", mine, groups, self._options.timeout)
@@ -426,12 +263,7 @@ class Planning:
 
         Collective: yes, over all groups.
         """
-        return self._agree(), self._choose([recording])[0].choices
-
-
-def _demotables(made: StepPlan, chosen: Chosen[Call]) -> list[Demotable]:
-    """What can be demoted in a plan."""
-    return demotables_of((p for stretch in made.stretches for p in stretch), chosen)
+        return self._agree(), self.fitting.choose([recording])[0].choices
 
 
 def _needs(number: int, tenant: Tenant) -> tuple[Buffer, ...]:

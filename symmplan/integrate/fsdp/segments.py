@@ -27,13 +27,14 @@ from symmplan.integrate.fsdp.push import Pushes
 from symmplan.integrate.fsdp.sums import warm_up
 from symmplan.memory import agree
 from symmplan.memory.beyond import counting
-from symmplan.memory.cache import fits
+from symmplan.memory.cache import fits, give_back_together
 from symmplan.memory.held import bytes_beside
 from symmplan.memory.streams import synchronize
 from symmplan.place.engines import known_of, register
 from symmplan.runtime.leases import Lease, Ledger, in_use, set_aside
 from symmplan.runtime.prepare import Preparation
 from symmplan.runtime.watching import Watching
+from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -355,6 +356,21 @@ class Memory:
             synchronize(self.device)
             for arena in free:
                 arena.give_back()
+
+    def sleep(self) -> None:
+        """Give the segments back to the driver. Nobody has anything in them.
+
+        Collective: yes, over all groups.
+        """
+        self._views.clear()
+        self._pushes.clear()
+        synchronize(self.device)
+        engines = known_of(self.reached).values()
+        groups = {**self.groups, **{c10d.group_name(group): group for group in engines}}
+        with counting("windows", self.device):
+            give_back_together([*self._arenas, *self._older], groups, self._options.timeout)
+        self._arenas.clear()
+        self._older.clear()
 
     def release(self) -> None:
         """Give the segments back. Tenants keep what they live in.

@@ -99,10 +99,12 @@ class Backend(Protocol):
     Attributes:
         name: A name in `BACKENDS`.
         frees: Whether a release gives the memory back, on each rank by itself.
+        frees_together: Whether all ranks together can give it back, once it is released.
     """
 
     name: str
     frees: bool
+    frees_together: bool
 
     def allocate(
         self,

@@ -32,7 +32,7 @@ class LocalBackend:
         world: The world that is simulated; None if there is none.
     """
 
-    frees = True
+    frees = frees_together = True
 
     def __init__(self, world: World | None = None) -> None:
         self.name = "local" if world is None else world.memory

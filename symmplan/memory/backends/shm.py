@@ -103,7 +103,7 @@ class ShmBackend:
     """POSIX shared memory."""
 
     name = "shm"
-    frees = True
+    frees = frees_together = True
 
     def __init__(self) -> None:
         self._own: dict[str, _Own] = {}

@@ -121,7 +121,7 @@ class TorchSymmBackend:
     def __init__(self, memory: str, device: torch.device, groups: Mapping[str, Group]) -> None:
         self.name = memory
         # See [Note: torch's allocators].
-        self.frees = memory == "cuda"
+        self.frees = self.frees_together = memory == "cuda"
         for group in groups.values():
             self._require_served(group)
         _select(memory, device)

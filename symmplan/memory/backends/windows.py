@@ -10,8 +10,8 @@
 
     NCCL finds room for windows on each rank by itself, which must be the same room on all. So ranks
     register and take back in the same order. A window is taken back
-    when its group registers the next one, if no rank needs it any more. Temporary segments are
-    released in the same order anyway, and give their windows back at once.
+    when its group registers the next one, or all ranks ask for it, if no rank needs it any more.
+    Temporary segments are released in the same order anyway, and give their windows back at once.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
+from symmplan.coordination.all_gather import all_gather_json
 from symmplan.coordination.groups import host
 from symmplan.device import device_of
 from symmplan.memory.backends.torch_symm import TorchSymmBackend, have_nccl
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from symmplan.coordination.groups import Group
     from symmplan.memory.segment import Segment
 
-__all__ = ["WindowsBackend", "has_windows"]
+__all__ = ["WindowsBackend", "has_windows", "take_back"]
 
 
 @define(eq=False)
@@ -89,7 +90,7 @@ class WindowsBackend(TorchSymmBackend):
 
     def __init__(self, groups: Mapping[str, Group], *, temporary: bool) -> None:
         self.name = "nccl"
-        self.frees = temporary
+        self.frees, self.frees_together = temporary, True
         self._allocations: dict[int, _Allocation] = {}
         for group in groups.values():
             self._require_served(group)
@@ -118,14 +119,13 @@ class WindowsBackend(TorchSymmBackend):
         if any(of is which for which, _ in made.windows):  # by another part of it
             return made.mapped.get(group.ranks)
         windows: list[_Allocation | None] = PROCESS.windows.setdefault(of, [])
-        ended = [n for n, window in enumerate(windows) if window is not None and window.ended]
+        ended = _ended(of)
         with _Post(segment.timeout) as post:
             mine = {"ended": ended, "host": host(), "post": post.name}
             phase = f"segment {segment.spec.name!r} windows"
             told = exchange.round(phase, json.dumps(mine).encode(), groups=[group.name])
             said = [json.loads(text) for text in told[group.name]]
-            for number in sorted(set(ended).intersection(*(one["ended"] for one in said))):
-                _take_back(windows, number, of)
+            _take_back(of, [one["ended"] for one in said])
             windows.append(None)  # also if it fails: the others count it
             made.windows.append((of, nccl.register(made.tensor, of)))
             if self.frees:
@@ -138,14 +138,35 @@ class WindowsBackend(TorchSymmBackend):
         return made.mapped.get(group.ranks)
 
 
-def _take_back(windows: list[_Allocation | None], number: int, group: Any) -> None:
-    allocation = windows[number]
-    windows[number] = None
-    if allocation is None:
-        return
-    for which, window in allocation.windows:
-        if which is group:
-            nccl.deregister(window, group)
+def take_back(groups: Mapping[str, Any], timeout: float) -> None:
+    """Take the windows back that no rank of their group needs any more.
+
+    Args:
+        groups: ``{name: process group}``.
+        timeout: Seconds that ranks wait for each other.
+
+    Collective: yes, over those groups.
+    """
+    mine = {name: _ended(group) for name, group in groups.items()}
+    for name, said in all_gather_json("ended windows", mine, groups, timeout).items():
+        _take_back(groups[name], said)
+
+
+def _ended(group: Any) -> list[int]:
+    """Numbers of a group's windows that this rank does not need any more."""
+    windows = PROCESS.windows.get(group, ())
+    return [n for n, window in enumerate(windows) if window is not None and window.ended]
+
+
+def _take_back(group: Any, ended: Sequence[Sequence[int]]) -> None:
+    """Take back what each rank of a group says that it does not need."""
+    windows = PROCESS.windows.get(group, [])
+    for number in sorted(set.intersection(*map(set, ended))):
+        allocation, windows[number] = windows[number], None
+        assert allocation is not None
+        for which, window in allocation.windows:
+            if which is group:
+                nccl.deregister(window, group)
 
 
 class _Mapped:
