@@ -78,6 +78,8 @@ class Scaled(torch.Tensor):
             self = args[0]  # as others do, whatever rows as_strided asks for
             rows = args[1][0] if func is aten.as_strided.default else self.shape[0]
             return cls(self._data.detach()[:rows], self._scales.detach()[:rows], self._factor)
+        if func is aten.zeros_like.default:  # nothing of it is read, which may be freed
+            return args[0]._factor.new_zeros(args[0].shape)
         args, kwargs = pytree.tree_map_only(cls, cls.whole, (args, kwargs or {}))
         return func(*args, **kwargs)
 

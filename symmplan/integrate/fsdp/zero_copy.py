@@ -30,6 +30,7 @@ are cast straight into this rank's parts of it, and one coalesced gather fills t
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -295,12 +296,18 @@ class ZeroCopyUnshard:
         """Give FSDP2 its own methods back, and its parameters storages of their own.
 
         What a gather has brought stays: another one could bring other values, because the shards
-        may change meanwhile.
+        may change meanwhile. So a gather that waits for room runs now, with the shards as they
+        were, unless an error has ended the program's step: then FSDP2 forgets it.
 
-        Collective: no.
+        Collective: yes, if a gather waits for room.
         """
         result = fsdp2_in_place.result_of(self._group)
-        if isinstance(result, Gathered):
+        if isinstance(result, Asked):
+            if self.storage is None or sys.exc_info()[0] is not None:
+                fsdp2_in_place.set_result(self._group, None)
+            else:
+                self.wait_for_unshard()
+        elif isinstance(result, Gathered):
             if self.storage is None:
                 fsdp2_in_place.set_result(self._group, None)
             else:
