@@ -70,6 +70,7 @@ class Stats:
             do; nothing is lost by it.
         replans: How often a program was planned again, because it did something new or a size
             outgrew its plan.
+        sleeps: How often segments were given back by ``sleep()``.
         kept: Pinned inputs of graphs (``bind=True``).
         missed: How often a pinned input was not in its placement and had to be copied there.
         crossing_bytes: Bytes that stay in their placements from a forward to its backward.
@@ -112,6 +113,7 @@ class Stats:
     copies: int = 0
     reordered: int = 0
     replans: int = 0
+    sleeps: int = 0
     kept: int = 0
     missed: int = 0
     crossing_bytes: int = 0

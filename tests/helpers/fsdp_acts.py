@@ -403,6 +403,17 @@ class Actor(ReducingActs, ReadingActs):
         self.remove()
         self.apply()
 
+    def sleep(self, wakes):
+        """Between steps; what was asked for in the midst of one is refused on all ranks."""
+        for handle in self.handles:
+            try:
+                handle.sleep()
+                self._counts["slept"] += 1
+            except SymmplanError:
+                self._counts["sleep refused"] += 1
+            if wakes:
+                handle.wake()
+
     def freeze(self):
         for handle in self.handles:
             with contextlib.suppress(symmplan.errors.CaptureError, symmplan.errors.ReleasedError):

@@ -114,6 +114,7 @@ def _code(value):
 
 # Drawing.
 
+_CHOOSE = ("placed", "push", "shared push", "copy engine", "ordinary", "measure", "auto", "table")
 _OF_BLOCKS = 6  # indices are taken modulo how many blocks there are
 
 
@@ -256,6 +257,14 @@ def drawn(seed, ranks=None):
 
     Blocks that call others (`Actor.cross`) are not drawn: of those some are refused.
     """
+    program, draw = _drawn(seed, ranks), Draw(f"{seed} sleeps")
+    acts = list(program.acts)
+    for _ in range(draw.choice([0, 0, 1, 3])):
+        acts.insert(draw.randrange(len(acts)), ("sleep", draw.flag()))
+    return evolve(program, acts=tuple(acts))
+
+
+def _drawn(seed, ranks):
     draw = Draw(seed)
     ranks = ranks or 2 + seed % 3
     units = tuple(draw.unit() for _ in range(draw.choice([4, 3, 5, 2, 1, 6])))
@@ -287,19 +296,7 @@ def drawn(seed, ranks=None):
         tied=draw.flag(0.3),
         hybrid=ranks == 4 and draw.flag(0.15),
         optimizer=draw.choice(["SGD", "AdamW"]),
-        choose=draw.often(
-            *(
-                "placed",
-                "push",
-                "shared push",
-                "copy engine",
-                "ordinary",
-                "measure",
-                "auto",
-                "table",
-            ),
-            share=0.4,
-        ),
+        choose=draw.often(*_CHOOSE, share=0.4),
         unsharded_modules=draw.often(None, 1, 2, 3, 5, share=0.6),
         capacity=draw.often(None, 4096, 12_000, 24_000, 1 << 20, share=0.75),
         flat=draw.flag(0.15),

@@ -67,14 +67,14 @@ AGREED = {
         ParameterStorage._one_sided ParameterStorage._outputs ParameterStorage._run
         ParameterStorage.begin ParameterStorage.end place.end place.offset place.segment
         PlannedAllGather._plain PlannedReduceScatter._plain planning.live
-        planning.unshards Pushes Pushes._peers Runtime.counts.replans _runtime.idle
+        planning.unshards Pushes Pushes._peers Runtime.asleep Runtime.counts.replans _runtime.idle
         Runtime.idle Runtime.memory Runtime.schedule Schedule._bounds
         Schedule.collectives schedule.places_nothing scheduled.algorithm scheduled.call
         scheduled.place scheduled.zero_copy
         segment.begin segment.meeting segment.peers segment.tensor slot.index
         scheduled.pushed slot.pushed _slot.pushed slot.offset slot.scheduled
         slot.take_shared unshard.site unshard.storage
-        ZeroCopyUnshard.layout ZeroCopyUnshard.site ZeroCopyUnshard.storage
+        ZeroCopyUnshard._kept ZeroCopyUnshard.layout ZeroCopyUnshard.site ZeroCopyUnshard.storage
     """,
     "types and sizes of parameters, and of what their own tensors give to a gather": """
         .itemsize fsdp2_in_place.has_own_gather fsdp2_in_place.outputs_of group_of.size
@@ -83,7 +83,7 @@ AGREED = {
     """,
     "the program's calls, and what was counted of them": """
         .dtype .element_size .numel .shape _keys.get _ends.before _ends.trained _Planned._kind
-        _Planned._plain_buffer _Planned._site _recorder.log _unsharded.pop
+        _Planned._plain_buffer _Planned._site recorder.log _unsharded.pop
         _unsharded.values again async_op autograd.in_backward c.buffer c10d.group_name
         factor_of g.to gathers input_tensor Key key.kind log.ran math.prod
         memory.captured op output_tensor PlannedAllGather._site PlannedAllGather._slot
@@ -149,6 +149,7 @@ LOCAL = {
     "checking": {"runs_plainly": "the same collective, observed or not"},
     "looks": dict.fromkeys(("arrive", "open", "to_sharded"), "writes down what the device has"),
     "is_capturing": {"arrive": "raises, or plans later"},
+    "exc_info": {"remove": "an error has ended this rank's step, of which its peers hear"},
 }
 
 

@@ -7,10 +7,12 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any, get_args
 
-from symmplan.errors import CaptureError, ReleasedError, RunError
+from symmplan.errors import ReleasedError, RunError
 from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
 from symmplan.integrate.fsdp.layout import NO_SEAM
 from symmplan.integrate.fsdp.serve import Runtime
+from symmplan.integrate.fsdp.sharded_modules import sharded_modules
+from symmplan.integrate.fsdp.sleep import sleep, wake
 from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
 from symmplan.memory import DEFAULT_TIMEOUT
 from symmplan.memory.beyond import beyond_segments
@@ -172,6 +174,48 @@ class Handle(OfOneProcess):
         self._checked = check(step, self._runtime.memory.device if self.planned else None)
         return self._checked
 
+    @property
+    def asleep(self) -> bool:
+        """Whether `sleep` has given the segments back, and nothing has taken them since."""
+        return self._runtime.asleep
+
+    @outside_graphs
+    def sleep(self) -> None:
+        """Give the segments back to the driver until `wake`, or until the next step.
+
+        Call it between steps, on all ranks. Parameters, gradients and the optimizer's state stay
+        where they are. Windows of NCCL and mappings of peers' memory go with the segments;
+        communicators for copy engines stay (about 10 MiB each), as do segments of NCCL on several
+        hosts, which torch cannot free. Without a plan, and while asleep, it does nothing.
+
+        Raises:
+            RunError: On some rank the segments are in use: by a graph that is still alive, a
+                backward pass, a compiled graph, or a captured CUDA graph, which has addresses.
+                Raised on all ranks, and nothing has changed.
+            ReleasedError: The handle was removed.
+
+        Collective: yes, over all groups of the model.
+        """
+        self._must_be_applied("sleep")
+        sleep(self._runtime)
+
+    @outside_graphs
+    def wake(self) -> None:
+        """Obtain the memory of the same plan again, as the next step would. Idempotent.
+
+        Nothing is recorded, measured or planned, and there is one rendezvous for each segment and
+        group. If a rank cannot have the memory, FSDP2's own collectives run from then on, and
+        ``stats.reasons`` says why.
+
+        Raises:
+            RunError: A CUDA graph is being captured.
+            ReleasedError: The handle was removed.
+
+        Collective: yes, over all groups of the model, if it was asleep.
+        """
+        self._must_be_applied("wake")
+        wake(self._runtime)
+
     @outside_graphs
     def remove(self) -> None:
         """Restore FSDP2's own collectives, and release the segments. Idempotent.
@@ -185,8 +229,9 @@ class Handle(OfOneProcess):
                 is being handled the error is not raised, because the exception has ended the step.
                 A backward pass of that step would raise an error.
 
-        Collective: no. But if one rank alone removes its handle, the others' next collective
-        ends in a timeout.
+        Collective: no, unless a gather that the program has begun still waits for room, which runs
+        now. But if one rank alone removes its handle, the others' next collective ends in a
+        timeout.
         """
         if self._plain and sys.exc_info()[0] is None:
             _check_removable(self._runtime)
@@ -267,9 +312,7 @@ def apply(
         says why, and ``handle.stats.reasons`` counts it.
     """
     import torch
-    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
-    from torch.nn import Module
 
     known("debug mode", debug, (True, False))  # nothing of FSDP2's is poisoned
     options = Options(
@@ -282,34 +325,7 @@ def apply(
     if unsharded_modules is not None:
         whole("unsharded_modules", unsharded_modules)
     require("fsdp")
-    if not isinstance(model, Module):
-        raise CaptureError(
-            "symmplan.fsdp.apply needs a module",
-            expected="a torch.nn.Module to which fully_shard was applied",
-            got=type(model).__name__,
-            fix="pass the model",
-        )
-    found: list[tuple[str, Any, Any, Any, Any]] = []
-    seen: set[int] = set()
-    for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        for i, group in enumerate(fsdp2.param_groups(module)):
-            if id(group) in seen:  # the module shares it with one before
-                continue
-            seen.add(id(group))
-            comms = fsdp2.comms(group)
-            for comm in comms:
-                _check_plain(comm, name)
-            site = name or "model"
-            found.append((site if i == 0 else f"{site}#{i}", module, group, *comms))
-    if not found:
-        raise CaptureError(
-            f"{type(model).__name__} has no FSDP2 module with parameters",
-            expected="a module to which torch.distributed.fsdp.fully_shard was applied",
-            got=", ".join(_others(model)) or "none",
-            fix=_how_to_shard(model),
-        )
+    found = sharded_modules(model)
     for mesh in {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}:
         options.check_device(torch.device(mesh.device_type))
     runtime = Runtime(options, len(found), unsharded_modules)
@@ -326,27 +342,6 @@ def apply(
         )
         fsdp2.set_comms(module, group, *planned)
     return Handle(runtime, [(module, *of) for _, module, *of in found])
-
-
-def _others(model: nn.Module) -> list[str]:
-    """What else shards or replicates modules of the model."""
-    names = dict.fromkeys(type(module).__name__ for module in model.modules())
-    return [n for n in ("DistributedDataParallel", "FullyShardedDataParallel") if n in names]
-
-
-def _how_to_shard(model: nn.Module) -> str:
-    """What to do for a model without FSDP2 modules."""
-    if "DistributedDataParallel" in _others(model):
-        return (
-            "call fully_shard(model) in place of DistributedDataParallel; on the CPU Accelerate "
-            "and Hugging Face's Trainer use that one, whatever their settings for FSDP are, so "
-            "there do not pass the model to accelerator.prepare"
-        )
-    return (
-        "call fully_shard(model, ...) first; with accelerate launch, set fsdp_version: 2 in "
-        "fsdp_config, and pass the result of accelerator.prepare(model); with Hugging Face's "
-        "Trainer, pass TrainingArguments(fsdp=True)"
-    )
 
 
 def _check_removable(runtime: Runtime) -> None:
@@ -391,24 +386,3 @@ def _algorithm(runtime: Runtime, key: Key) -> AlgorithmName:
     collectives = () if runtime.schedule is None else runtime.schedule.collectives
     scheduled = next((s for s in collectives if s.call.key == key), None)
     return "ordinary" if scheduled is None else scheduled.runs_by
-
-
-def _check_plain(comm: Any, name: str) -> None:
-    if fsdp2.is_plain_comm(comm):
-        return
-    kind, site = type(comm), name or "model"
-    if isinstance(comm, PlannedAllGather | PlannedReduceScatter):
-        raise CaptureError(
-            f"symmplan.fsdp is already applied to FSDP module {site!r}",
-            expected="a model without a handle",
-            got="a second symmplan.fsdp.apply",
-            fix="use the handle of the first call, or call handle.remove() before the second call",
-            module=name,
-        )
-    raise CaptureError(
-        f"FSDP module {site!r} has custom collectives already: {kind.__name__}",
-        expected="FSDP2's own",
-        got=f"{kind.__module__}.{kind.__qualname__}",
-        fix="do not combine symmplan.fsdp with other custom or symmetric-memory collectives",
-        module=name,
-    )

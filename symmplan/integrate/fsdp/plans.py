@@ -24,7 +24,6 @@ from symmplan.runtime.tenants import timed
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from symmplan.capture.fsdp import Planned
     from symmplan.capture.fsdp_recording import Call, Recording
     from symmplan.choose.choice import Choice
     from symmplan.choose.chooser import Chosen
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.segments import Memory
     from symmplan.integrate.fsdp.step_plans import StepPlan, StepProblem
     from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
+    from symmplan.memory import Arena
     from symmplan.model import Plan
     from symmplan.runtime.options import Options
     from symmplan.runtime.tenants import Tenant
@@ -72,6 +72,8 @@ class Planning:
         self.left = False
         self._kept: list[Recording] = []
         self._last: StepProblem | None = None
+        self._made: StepPlan | None = None
+        self._after_forward: Sequence[str] = ()
 
     def make(self, recording: Recording) -> Schedule | None:
         """Plan what was recorded, besides what was planned before.
@@ -125,7 +127,8 @@ class Planning:
         self.plan, self._last = plan, problem
         recordings = self._kept = list(problem.recordings)
         kept = kept_after_forward(recordings, self.layouts, self.live)
-        self._settle(plan, [p for p in calls if p.zero_copy], kept)
+        self._made, self._after_forward = evolve(made, held=None), kept
+        self._settle()
         algorithms = ["ordinary" if p.buffer is None else p.algorithm.name for p in calls]
         preparation.log(plan, algorithms)
         return Schedule(plan, made.stretches)
@@ -235,11 +238,52 @@ class Planning:
             if unshard.storage is not None:
                 unshard.vacate()
 
-    def _settle(self, plan: Plan, gathers: Sequence[Planned], kept: Sequence[str]) -> None:
+    def sleep(self) -> None:
+        """Give the memory back; parameters that lie there have memory of their own meanwhile.
+
+        Collective: yes, over all groups of the model.
+        """
+        self._vacate()
+        self._memory.sleep()
+
+    def wake(self) -> Schedule | None:
+        """Have the last plan's memory again.
+
+        Returns:
+            What to follow from now on, where a rank cannot have it: nothing is placed then. None
+            if the plan is followed as before.
+
+        Raises:
+            AgreementError: Ranks have other plans.
+
+        Collective: yes, over all groups of the model.
+        """
+        memory, made = self._memory, self._made
+        assert made is not None
+        preparation, groups = memory.preparation, memory.groups
+
+        def again() -> tuple[Arena, int] | None:
+            if preparation.refusal is not None:
+                return None
+            return memory.prepare(made.plan, made.by_engines)
+
+        with telling(groups, self._options.timeout), torch.inference_mode(mode=False):
+            held = preparation.attempt(again, groups, memory.undo)
+            if preparation.refusal is not None:
+                self._last = None  # all of it is ordinary from now on
+                return self._make(self._kept)
+            memory.adopt(held)
+            self._settle()
+        return None
+
+    def _settle(self) -> None:
         """Let parameters live where the plan puts them, until when it says."""
         if current() is not None:
             return
-        memory = self._memory
+        memory, made = self._memory, self._made
+        assert made is not None
+        plan, kept = made.plan, self._after_forward
+        gathers = (p for stretch in made.stretches for p in stretch if p.zero_copy)
         storages: dict[str, ParameterStorage] = {}
         for p in gathers:
             site = p.call.key.site

@@ -19,6 +19,7 @@ from symmplan.integrate.fsdp.lacking import Lacking
 from symmplan.integrate.fsdp.plans import Planning
 from symmplan.integrate.fsdp.recorder import PATIENCE, StepEnds, StepRecorder
 from symmplan.integrate.fsdp.segments import Memory
+from symmplan.integrate.fsdp.sleep import wake
 from symmplan.integrate.fsdp.slots import Slot
 from symmplan.process import PROCESS
 from symmplan.runtime.executor import Executor
@@ -62,7 +63,9 @@ class Runtime:
         reasons: Why they were not in their placements, and how often.
         schedule: The plan's collectives; None while recording.
         executor: Runs the collectives.
+        recorder: Records what the program does.
         idle: Whether FSDP2 runs as without a plan; see [Note: a plan that places nothing].
+        asleep: Whether the plan's memory was given back until the next collective.
     """
 
     def __init__(self, options: Options, modules: int, live: int | None = None) -> None:
@@ -73,9 +76,9 @@ class Runtime:
         self.reasons: Counter[str] = Counter()
         self.executor = Executor()
         self._modules = modules
-        self._recorder = StepRecorder()
+        self.recorder = StepRecorder()
         self.schedule: Schedule | None = None
-        self.idle = False
+        self.idle = self.asleep = False
         #: By site the modules that are unsharded in placements, or about to be.
         self._unsharded: dict[str, ZeroCopyUnshard] = {}
         self._waiting: list[ZeroCopyUnshard] = []
@@ -90,7 +93,7 @@ class Runtime:
     def tenant_ran(self, tenant: Tenant) -> None:
         """Somebody's graph begins to run. See [Note: tenants] in `symmplan.runtime.tenants`."""
         forget(self.memory.tenants)
-        log = self._recorder.log
+        log = self.recorder.log
         if log is None:
             return
         tenants = self.memory.tenants
@@ -133,7 +136,7 @@ class Runtime:
         slot.pushed, slot.take_shared = send is not None, shared
         slot.expected = self.expected(key, scheduled)
         nbytes, outside = key.numel * dtype.itemsize, self._outside
-        slot.log, slot.index = self._recorder.begin(key, nbytes, outside=outside)
+        slot.log, slot.index = self.recorder.begin(key, nbytes, outside=outside)
         if slot.log is not None and self.memory.program.looks:
             self.memory.look(own=True)
         if slot.pushed:
@@ -150,7 +153,9 @@ class Runtime:
 
         Collective: at the end of the first step yes, else no.
         """
-        self.memory.arrive(device, self._recorder.log, planned=not self.idle)
+        if self.asleep:
+            wake(self)
+        self.memory.arrive(device, self.recorder.log, planned=not self.idle)
         assert self.memory.facade is not None
         captured = self.memory.facade.is_capturing()
         if captured and self.schedule is None:
@@ -198,24 +203,24 @@ class Runtime:
         self._follow(key)
         self._ends.ran(key)
         self.counts["served"] += 1
-        self._recorder.gathered(key, unshard.group, outside=outside)
+        self.recorder.gathered(key, unshard.group, outside=outside)
 
     def unsharding(self, site: str) -> AbstractContextManager[None]:
         """FSDP2 waits inside for a gather, and copies it into parameters of its own."""
-        return self.memory.unsharding(*self._recorder.last(site))
+        return self.memory.unsharding(*self.recorder.last(site))
 
     def put_off(self, key: Key, unshard: ZeroCopyUnshard) -> None:
         """A module's parameters were wanted before there was room for them."""
         if self.planning.live is not None:
             self._waiting.append(unshard)
-        self._recorder.put_off(key, outside=unshard.outside)
+        self.recorder.put_off(key, outside=unshard.outside)
 
     def released(self, site: str, *, after_forward: bool) -> None:
         """A module is done with its parameters, ``after_forward`` if because that was done.
 
         Collective: yes, if other modules wait for its bytes.
         """
-        self._recorder.released(site, after_forward=after_forward)
+        self.recorder.released(site, after_forward=after_forward)
         if self._unsharded.pop(site, None) is not None:
             while self._waiting and self._waiting[0].start_early():
                 self._waiting.pop(0)
@@ -285,7 +290,7 @@ class Runtime:
         if slot.log is not None:
             slot.log.run(slot.index, name)
             if slot.key.kind == "all_gather":
-                self._recorder.ran(slot.key.site, slot.log, slot.index)
+                self.recorder.ran(slot.key.site, slot.log, slot.index)
         self._ends.ran(slot.key)
         reason, act = self._algorithm(slot, name, in_place)
         if act is None and slot.pushed:
@@ -362,7 +367,7 @@ class Runtime:
     # Freezing.
 
     def _turn(self) -> None:
-        log = self._recorder.log
+        log = self.recorder.log
         if self.schedule is None:
             ran = 0 if log is None else len(log.ran)
             if self._ends.trained or ran >= PATIENCE * self._modules:
@@ -370,28 +375,28 @@ class Runtime:
         elif self._lacking and self.counts["replans"] < REPLANS and log is not None:
             self._tries += 1  # asking costs time, too
             if self._tries <= 8 * REPLANS and self.planning.can_move():
-                self._recorder.release_all()  # what is there leaves for a new plan
+                self.recorder.release_all()  # what is there leaves for a new plan
                 self._plan(log)
                 self._lacking.planned_for()
         if self.schedule is not None:
             self.memory.let_go()
-            self._begin_stretch()
+            self.begin_stretch()
         self._lacking.begin()
         self._ends.backward = False
 
-    def _begin_stretch(self) -> None:
+    def begin_stretch(self) -> None:
         """Record what comes, unless nothing is placed. See [Note: a plan that places nothing]."""
         nothing = self.schedule is not None and self.schedule.places_nothing
         self.idle = nothing and self.executor.serves and not self._lacking
         if self.idle:
-            self._recorder.rest()
+            self.recorder.rest()
         else:
             there = [unshard for unshard in self._unsharded.values() if unshard.has_bytes]
-            self._recorder.begin_stretch(there, self.planning.unshards)
+            self.recorder.begin_stretch(there, self.planning.unshards)
 
     def _plan(self, log: Recording) -> None:
         """Collective: yes. If it fails, FSDP2's collectives run in torch's own way."""
-        last, self.schedule, self._recorder.log = self.schedule, None, None
+        last, self.schedule, self.recorder.log = self.schedule, None, None
         made = self.planning.make(log)
         self.schedule = last if made is None else made
         self.counts["replans"] += last is not None and made is not None
@@ -403,7 +408,7 @@ class Runtime:
     @property
     def recorded(self) -> bool:
         """Whether a collective was recorded that is in no plan yet."""
-        log = self._recorder.log
+        log = self.recorder.log
         return log is not None and bool(log.ran)
 
     def freeze(self) -> None:
@@ -417,7 +422,7 @@ class Runtime:
         """
         if self.schedule is not None:
             return
-        log = self._recorder.log
+        log = self.recorder.log
         if log is None or not self.recorded:
             raise CaptureError(
                 "no FSDP collective has run yet",
@@ -427,9 +432,9 @@ class Runtime:
             )
         for unshard in self.planning.unshards:
             if not unshard.has_bytes:  # FSDP2 has forgotten what it did not wait for
-                self._recorder.released(unshard.site)
+                self.recorder.released(unshard.site)
         self._plan(log)
-        self._begin_stretch()
+        self.begin_stretch()
 
     # Ending.
 

@@ -197,10 +197,13 @@ def capture():
     """A CUDA graph is captured from the current stream: nothing may wait for the device."""
     stream = streams().current
     stream.capture = next(_COUNT)
+    _CAPTURING.append(stream)
     try:
         yield stream.capture
     finally:
-        stream.capture = 0
+        for joined in _CAPTURING:
+            joined.capture = 0
+        _CAPTURING.clear()
 
 
 class _Late(TorchDispatchMode):
@@ -261,6 +264,7 @@ def _same_capture(stream, number):
     """
     if number and not stream.capture and not stream.is_default:
         stream.capture = number
+        _CAPTURING.append(stream)
     if number != stream.capture:
         raise RuntimeError("CUDA error: dependency created on uncaptured work in another stream")
 
@@ -271,6 +275,8 @@ def _not_captured(stream, call):
 
 
 _STREAMS = [None]
+#: What a capture has so far.
+_CAPTURING = []
 
 
 def streams():

@@ -1,0 +1,128 @@
+"""A model's segments are given back for a while, and then the same plan has others.
+
+[Note: sleep]
+    Between steps FSDP2 has its shards, and nobody needs the segments. So they can be given back to
+    the driver, with what NCCL and peers have of them, while another program uses the device. The
+    plan stays, and all ranks obtain its memory again when they wake, or come to the next
+    collective: one rendezvous for each segment and group. Nothing is recorded, measured or planned.
+
+    The communicators for copy engines stay. Each is a process group of torch, whose name in the
+    store of the ranks another one would have again, with what is left there of the first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from symmplan.coordination.all_gather import all_gather_json
+from symmplan.coordination.own import own_work
+from symmplan.errors import RunError
+from symmplan.report.format import size
+from symmplan.report.log import LOG
+from symmplan.torch_private import autograd
+
+if TYPE_CHECKING:
+    from symmplan.integrate.fsdp.segments import Memory
+
+__all__ = ["sleep", "wake"]
+
+
+@own_work
+def sleep(runtime: Any) -> None:
+    """Give the memory of a model's plan back. See [Note: sleep].
+
+    Args:
+        runtime: The model's `symmplan.integrate.fsdp.serve.Runtime`.
+
+    Raises:
+        RunError: It is in use on some rank; raised on all of them, and nothing has changed.
+
+    Collective: yes, over all groups of the model, if there is any.
+    """
+    memory, planning = runtime.memory, runtime.planning
+    if runtime.asleep or memory.arena is None:
+        return
+    why = _why_not(runtime)
+    said = all_gather_json(
+        "sleep", dict.fromkeys(memory.groups, why), memory.groups, runtime.options.timeout
+    )
+    told = next((x for of in said.values() for x in of if x), None)
+    if told is not None:
+        _what, _got, _fix = told
+        raise RunError(
+            told[0], expected="memory that nobody uses between steps", got=told[1], fix=told[2]
+        )
+    nbytes = memory.segment_bytes
+    runtime.recorder.release_all()
+    planning.sleep()
+    runtime.recorder.rest()
+    runtime.asleep = True
+    runtime.counts["sleeps"] += 1
+    LOG.info("FSDP2 sleeps: %s of segments are given back", size(nbytes))
+
+
+@own_work
+def wake(runtime: Any) -> None:
+    """Obtain the memory of a model's plan again.
+
+    If a rank cannot have it any more, FSDP2 runs in torch's own way on all ranks from then on.
+
+    Args:
+        runtime: The model's `symmplan.integrate.fsdp.serve.Runtime`.
+
+    Raises:
+        RunError: A CUDA graph is being captured.
+
+    Collective: yes, over all groups of the model, if it was given back.
+    """
+    if not runtime.asleep:
+        return
+    memory: Memory = runtime.memory
+    assert memory.facade is not None
+    if memory.facade.is_capturing():
+        raise RunError(
+            "a CUDA graph is being captured while FSDP2's segments are given back",
+            expected="segments whose addresses the graph can have",
+            got="a handle that is asleep",
+            fix="call handle.wake() before the capture",
+        )
+    made = runtime.planning.wake()
+    if made is not None:
+        runtime.schedule = made
+    runtime.asleep = False
+    runtime.begin_stretch()
+    LOG.info("FSDP2 is awake: %s of segments", size(memory.segment_bytes))
+
+
+def _why_not(runtime: Any) -> tuple[str, str, str] | None:
+    """Why a model cannot sleep now: what is wrong, what was found, and what to do."""
+    memory: Memory = runtime.memory
+    assert memory.arena is not None
+    name, segment = next(iter(memory.arena.segments.items()), ("", None))
+    if memory.captured and segment is not None:
+        return (
+            "handle.sleep() was called, and a captured CUDA graph has addresses of the segments",
+            f"segment {name!r} at {segment.address:#x}",
+            "keep the handle awake as long as the graph may be replayed",
+        )
+    others = [user for user in memory.arena.tenants if user != memory.arena.user]
+    if others:
+        return (
+            "handle.sleep() was called while others have bytes of FSDP2's segments",
+            others[0],
+            "let the compile backend sleep first, or release it",
+        )
+    if autograd.in_backward():
+        return (
+            "handle.sleep() was called inside a backward pass",
+            "a backward pass that is running",
+            "call it between steps",
+        )
+    viewed = next((u for u in runtime.planning.unshards if not u.can_leave()), None)
+    if viewed is not None:
+        return (
+            f"handle.sleep() was called while parameters of FSDP module {viewed.site!r} are in use",
+            "a graph, or a prefetch, that has them in the segments",
+            "call it after backward(), or drop the results of the forward pass first",
+        )
+    return None

@@ -1,0 +1,257 @@
+"""`Handle.sleep` and `Handle.wake`: nothing is held meanwhile, and training goes on as it was."""
+
+from __future__ import annotations
+
+import gc
+import pathlib
+import warnings
+
+import attrs
+import pytest
+import torch
+from doubles import on_devices, state
+from doubles.streams import capture
+from fsdp_models import Net, Trace, batch, differences, sgd, shard, train_step
+from ranks import pool_of
+
+import symmplan
+from symmplan.device import device_of
+from symmplan.errors import BackendError, ReleasedError, RunError
+from symmplan.memory.backends import shm
+
+pytestmark = pytest.mark.ranks
+
+two = pool_of(2, timeout=120)
+
+TURNS = 20
+SHARED = "/dev/shm"
+
+
+def held():
+    """How many shared files this process has mapped, and how many it has open."""
+    gc.collect()
+    mapped = pathlib.Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    links = pathlib.Path("/proc/self/fd").iterdir()
+    files = [str(link.readlink()) for link in links if link.is_symlink()]
+    return [sum(SHARED in text for text in texts) for texts in (mapped, files)]
+
+
+def trained(rank, act, turns=TURNS, **handled):
+    """A model that rests after each second step, when ``act(handle, turn)`` is done if planned."""
+    torch.manual_seed(7)
+    model, trace = shard(Net(blocks=3)), Trace()
+    handle = symmplan.fsdp.apply(model, timeout=30.0, **handled) if handled else None
+    optimizer = sgd(model)
+    for step in range(4 + 2 * turns):
+        if step >= 4 and step % 2 == 0:
+            if handle is not None:
+                act(handle, step // 2 - 2)
+            trace.parameters(model)
+        train_step(model, optimizer, trace, step, rank)
+    return trace, handle
+
+
+def _turns(rank, world, choose, wakes, held=held, **options):
+    """What is held while asleep, and the counters, of a program that is compared with FSDP2."""
+    before = held()
+    found = {"held": [], "bytes": set(), "prints": set(), "before": before}
+
+    def act(handle, turn):
+        assert not handle.asleep
+        handle.sleep()
+        handle.sleep()  # it is asleep already
+        assert handle.asleep
+        assert not symmplan.segments()
+        found["held"].append(held())
+        found["bytes"].add(handle.stats.segment_bytes)
+        if wakes:
+            handle.wake()
+            handle.wake()
+            assert handle.stats.segment_bytes == handle.plan.peak_bytes
+        found["prints"].add(handle.plan.fingerprint)
+
+    plain, _ = trained(rank, act)
+    trace, handle = trained(rank, act, choose=choose, **options)
+    found["stats"], found["most"] = attrs.asdict(handle.stats), handle.plan.peak_bytes
+    handle.remove()
+    return found | {"differences": differences(plain, trace)}
+
+
+def judge(found, meetings):
+    stats = found["stats"]
+    assert found["differences"] == []
+    assert found["bytes"] == {0}
+    assert len(found["prints"]) == 1
+    assert stats["sleeps"] == TURNS
+    assert stats["rendezvous"] == meetings * (1 + TURNS)
+    assert stats["recorded"] == 11  # the first step alone
+    assert [stats[name] for name in ("plain", "copies", "replans", "reordered")] == [0] * 4
+
+
+@pytest.mark.parametrize("wakes", [True, False])
+@pytest.mark.parametrize("choose", ["push", pytest.param("placed", marks=pytest.mark.further)])
+def test_turns_have_the_same_bits_and_hold_nothing_while_asleep(two, choose, wakes):
+    for found in two.run(_turns, choose, wakes):
+        judge(found, 1)  # one segment, one group
+        assert found["held"] == [found["before"]] * TURNS
+
+
+def _taken():
+    """Bytes of the device that segments and all beyond them have."""
+    gc.collect()
+    device = state().device
+    return device.segments, sum(device.taken.values())
+
+
+@pytest.mark.parametrize(
+    ("memory", "choose", "meetings"),
+    [
+        ("nccl", "copy engine", 2),  # with the communicator for copy engines, too
+        pytest.param("nccl", "push", 2, marks=pytest.mark.further),
+        pytest.param("nccl", "placed", 1, marks=pytest.mark.further),
+        pytest.param("cuda", "push", 1, marks=pytest.mark.further),
+    ],
+)
+def test_a_device_has_its_bytes_back_but_for_communicators(two, memory, choose, meetings):
+    options = {"held": _taken, "memory": memory}
+    for found in two.run(_on_devices, choose, options):
+        judge(found, meetings)
+        (segments, beyond), *others = found["held"]
+        assert segments == 0
+        assert others == [(segments, beyond)] * (TURNS - 1)  # nothing grows
+        causes = dict(found["stats"]["beyond_segments"])
+        assert beyond - found["before"][1] <= causes.get("communicators", 0)
+
+
+def _on_devices(rank, world, choose, options):
+    def run(rank, world):
+        # The program's own communicator is there before.
+        torch.distributed.all_reduce(torch.ones(1))
+        return _turns(rank, world, choose, wakes=False, **options)
+
+    return on_devices(rank, world, run, counted=True)
+
+
+def _refused(rank, world):
+    """Where a rank alone keeps what it computed, no rank sleeps, and training goes on."""
+    kept, said = [], []
+
+    def act(handle, turn):
+        if turn % 2 == rank:
+            kept.append(model(batch(turn, rank)))
+        else:
+            model(batch(turn, rank))
+        with pytest.raises(RunError, match="are in use") as caught:
+            handle.sleep()
+        said.append(str(caught.value))
+        assert not handle.asleep
+        kept.clear()
+        handle.sleep()
+
+    torch.manual_seed(7)
+    model = shard(Net(blocks=3))
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
+    optimizer, trace = sgd(model), Trace()
+    for step in range(8):
+        if step >= 4:
+            act(handle, step)
+        train_step(model, optimizer, trace, step, rank)
+    slept = handle.stats.sleeps
+    handle.sleep()
+    handle.remove()  # asleep
+    with pytest.raises(ReleasedError):
+        handle.sleep()
+    with pytest.raises(ReleasedError):
+        handle.wake()
+    return said, slept, held()
+
+
+def test_nobody_sleeps_while_a_rank_alone_has_views(two):
+    for said, slept, _ in two.run(_refused):
+        assert len(said) == slept == 4
+        assert all("backward()" in text for text in said)
+
+
+def _captured(rank, world):
+    """A step is captured in a CUDA graph, once while asleep, and once awake."""
+
+    def program(rank, world):
+        model = shard(Net(blocks=2))
+        handle = symmplan.fsdp.apply(model, memory="nccl", choose="placed", timeout=30.0)
+        optimizer, trace = sgd(model), Trace()
+        for step in range(3):
+            train_step(model, optimizer, trace, step, rank)
+        x, device = batch(0, rank), device_of(torch.device("cpu"))
+        handle.sleep()
+        said = []
+        with device.on_stream(device.new_stream()), capture():
+            with pytest.raises(RunError, match="is being captured") as caught:
+                model(x)
+            said.append(str(caught.value))
+        handle.wake()
+        handle._runtime.memory.captured = True  # FSDP2 has no streams on a CPU to be captured
+        with pytest.raises(RunError) as caught:
+            handle.sleep()
+        (segment,) = handle._runtime.memory.arena.segments.values()
+        asleep = handle.asleep
+        handle.remove()
+        return [*said, str(caught.value)], f"{segment.address:#x}", asleep
+
+    return on_devices(rank, world, program)
+
+
+def test_what_a_captured_graph_has_addresses_of_stays(two):
+    results = two.run(_captured)
+    address = results[0][1]  # all say what the first says
+    for (first, second), _, asleep in results:
+        assert "handle.wake()" in first
+        assert not asleep
+        assert "captured CUDA graph" in second
+        assert address in second
+
+
+def _no_room(rank, world):
+    """When it wakes, rank 1 cannot have its memory any more."""
+    allocate = shm.ShmBackend.allocate
+
+    def full(*args, **kwargs):
+        raise BackendError("no memory is left", fix="wait")
+
+    def act(handle, turn):
+        handle.sleep()
+        if turn == 1 and rank == 1:
+            shm.ShmBackend.allocate = full
+
+    plain, _ = trained(rank, act, turns=4)
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            trace, handle = trained(rank, act, turns=4, choose="placed")
+    finally:
+        shm.ShmBackend.allocate = allocate
+    stats = handle.stats
+    handle.remove()
+    return differences(plain, trace), stats, [str(one.message) for one in told]
+
+
+def test_where_a_rank_cannot_have_memory_again_all_run_in_torchs_way(two):
+    results = two.run(_no_room)
+    for wrong, stats, _ in results:
+        assert wrong == []
+        assert stats.placed == stats.segment_bytes == 0
+        assert any("no memory is left" in why for why, _ in stats.reasons)
+    assert any("no memory is left" in text for *_, told in results for text in told)
+
+
+def _before_a_plan(rank, world):
+    model = shard(Net(blocks=2))
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
+    handle.sleep()
+    handle.wake()
+    asleep, sleeps = handle.asleep, handle.stats.sleeps
+    handle.remove()
+    return asleep, sleeps
+
+
+def test_before_there_is_a_plan_nothing_happens(two):
+    assert two.run(_before_a_plan) == [(False, 0)] * 2
