@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from symmplan.errors import OneProcessError
+from symmplan.coordination.all_gather import all_gather_json
+from symmplan.errors import OneProcessError, RunError
+from symmplan.report.format import size
+from symmplan.report.log import LOG
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import SupportsIndex
 
     from typing_extensions import Self
+
+#: Why memory cannot be given back: what is wrong, what was found, and what to do.
+WhyNot: TypeAlias = "tuple[str, str, str] | None"
 
 
 class OfOneProcess:
@@ -30,3 +37,39 @@ class OfOneProcess:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
+
+
+def all_may_sleep(why: WhyNot, groups: Mapping[str, Any], timeout: float) -> None:
+    """See that all ranks can give their memory back.
+
+    Args:
+        why: Why this rank cannot; None if it can.
+        groups: ``{name: process group}`` of all ranks of the program.
+        timeout: Seconds that ranks wait for each other.
+
+    Raises:
+        RunError: Some rank cannot; raised on all of them.
+
+    Collective: yes, over those groups.
+    """
+    said = all_gather_json("sleep", dict.fromkeys(groups, why), groups, timeout)
+    told = next((x for of in said.values() for x in of if x), None)
+    if told is not None:
+        what, got, fix = told
+        raise RunError(what, expected="memory that nobody uses", got=got, fix=fix)
+
+
+def tell(user: str, nbytes: int, *, asleep: bool) -> None:
+    """Log that a program's segments were given back, or that it has some again."""
+    LOG.info("%s %s: %s of segments", user, "sleeps" if asleep else "is awake", size(nbytes))
+
+
+def in_capture(who: str, got: str) -> WhyNot:
+    """Why memory stays whose addresses a captured CUDA graph has.
+
+    Args:
+        who: Whose ``sleep()`` was called.
+        got: The segment, and where it is.
+    """
+    what = f"{who}.sleep() was called, and a captured CUDA graph has addresses of the segments"
+    return what, got, "keep it awake as long as the graph may be replayed"

@@ -149,7 +149,7 @@ LOCAL = {
     "checking": {"runs_plainly": "the same collective, observed or not"},
     "looks": dict.fromkeys(("arrive", "open", "to_sharded"), "writes down what the device has"),
     "is_capturing": {"arrive": "raises, or plans later"},
-    "exc_info": {"remove": "an error has ended this rank's step, of which its peers hear"},
+    "exc_info": {"remove": "an error has ended the step; peers' gathers time out"},
 }
 
 

@@ -9,6 +9,7 @@ programs instead of the few of every day.
 from __future__ import annotations
 
 import os
+import random
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def _eager(
     if expected is None:
         return [], 0, 0
     one_sided_ops.slow(rank, most, seed, (late or {}).get(rank))
-    wrong = []
+    wrong, rests = [], random.Random(f"{seed} rests")
     how = {"choose": "placed", "debug": debug, "collectives": algorithm}
     with Tracing() as trace, symmplan.eager(timeout=60.0, memory=memory, **how) as session:
 
@@ -101,6 +102,9 @@ def _eager(
             wrong.extend(_same([x.clone() for x in got], expected[turn], turn))
             del got
             session.step()
+            if rests.random() < 0.3:
+                session.sleep()
+                assert session.stats.segment_bytes == 0
 
         for turn in range(turns - 1):
             iteration(turn)
@@ -149,7 +153,7 @@ def _compiled(
         mode=mode,
     )
     one_sided_ops.slow(rank, most, seed, (late or {}).get(rank))
-    wrong = []
+    wrong, rests = [], random.Random(f"{seed} rests")
     static = _inputs(program, rank, 0, device) if options.get("bind") else []
     for tensor in static:
         torch._dynamo.mark_static_address(tensor)
@@ -160,6 +164,9 @@ def _compiled(
                 inputs[i] = tensor.copy_(inputs[i])
             got = compiled(*inputs)
             wrong += _same(got, expected[turn], turn)
+            del got
+            if rests.random() < 0.3:
+                backend.sleep()
         for plan in backend.plans:
             plan.verify()
         stats = backend.stats

@@ -8,6 +8,8 @@ from held import segments_of_plans
 from ranks import pool_of
 from torch import nn
 
+from symmplan.errors import RunError
+
 pytestmark = pytest.mark.ranks
 
 WIDTH, VOCABULARY, BLOCKS, TOKENS = 32, 2048, 3, 8
@@ -134,7 +136,7 @@ def _trained(rank, size, dp, tp, acts, gathers=False, algorithms=("placed", "pla
     backend = symmplan.backend(inner="eager", timeout=60.0, choose=algorithms[rank // tp])
     model, handle = made(mesh, group, backend, planned=True, gathers=gathers)
     mine = torch.optim.SGD(model.parameters(), lr=0.01)
-    differences, alone = [], 0
+    differences, alone, slept = [], 0, []
     for turn, act in enumerate(acts):
         held = None
         if act == "held" and rank == 1:  # as by a hook that keeps a buffer of FSDP2's
@@ -162,6 +164,13 @@ def _trained(rank, size, dp, tp, acts, gathers=False, algorithms=("placed", "pla
             differences += [] if losses[0] == losses[1] else [(turn, losses)]
         elif act == "remove":
             handle.remove()
+        elif act == "sleep":
+            if any(arena.parent is not None for arena in backend._pool.arenas):
+                with pytest.raises(RunError, match="others have bytes"):
+                    handle.sleep()
+            backend.sleep()
+            handle.sleep()
+            slept.append(not segments_of_plans() and handle.asleep)
         if held is not None:
             differences += [] if bool((memory.at(place) == 7).all()) else [(turn, "lost")]
             held.drop()
@@ -179,6 +188,7 @@ def _trained(rank, size, dp, tp, acts, gathers=False, algorithms=("placed", "pla
         "served": (backend.stats.served, handle.stats.served, handle.stats.plain),
         "copies": handle.stats.copies,
         "rendezvous": handle.stats.rendezvous,
+        "slept": slept,
     }
     handle.remove()
     backend.release()
@@ -244,6 +254,15 @@ def test_both_share_one_segment(four):
 def test_whatever_is_done_between_has_the_same_bits(four, acts):
     for found in four.run(_trained, 2, 2, acts):
         assert found["differences"] == []
+        assert found["left"] == 0
+
+
+@pytest.mark.further
+def test_who_has_bytes_of_fsdp2_sleeps_first(four):
+    acts = ["step", "step", "step", "sleep", "step", "step", "sleep", "forward", "sleep", "twice"]
+    for found in four.run(_trained, 2, 2, acts):
+        assert found["differences"] == []
+        assert found["slept"] == [True] * 3
         assert found["left"] == 0
 
 

@@ -29,6 +29,7 @@ from symmplan.runtime.handles import OfOneProcess
 from symmplan.runtime.observe import Checked, check
 from symmplan.runtime.prepare import Preparation
 from symmplan.runtime.stats import Stats
+from symmplan.torch_private.compilers import outside_graphs
 from symmplan.torch_private.table import require
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class CompileBackend(OfOneProcess):
         self._device: torch.device | None = None
         self._checked = Checked()
         self._told = False
+        self._sleeps = 0
         self._records: list[Record] = []
         self._pool = _pool(settings)
         # It tells of no calls: what a graph runs is seen.
@@ -123,7 +125,8 @@ class CompileBackend(OfOneProcess):
             evacuated=sum(self._pool.copies.values()),
             barriers=sum(len(p.barriers) for p in self.plans),
             segment_bytes=sum(p.peak_bytes for p in kept)
-            + sum(max(s.nbytes for s in same) for same in segments),
+            + sum(max(s.nbytes for s in same) for same in segments if not self.asleep),
+            sleeps=self._sleeps,
             lower_bound_bytes=sum(p.lower_bound_bytes for p in kept)
             + sum(max(p.lower_bound_bytes for p in same) for same in alike.values()),
             unshared_bytes=sum(p.unshared_bytes for p in kept) + sum(b.nbytes for b in buffers),
@@ -165,6 +168,37 @@ class CompileBackend(OfOneProcess):
     def evacuated(self) -> tuple[tuple[int, str], ...]:
         """``(count, text)``: copies of tensors that a forward saved, why, and what avoids them."""
         return reasons(self._pool.copies)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether `sleep` has given segments back that no graph has needed since."""
+        return self._pool.asleep
+
+    @outside_graphs
+    def sleep(self) -> None:
+        """Give all segments back to the driver until `wake`, or until graphs run again.
+
+        Call it between steps, on all ranks. Graphs stay compiled, and inputs that ``bind`` has
+        pinned stay where they are. Without segments it does nothing.
+
+        Raises:
+            RunError: On some rank a graph runs, tensors that a forward saved wait for their
+                backward, or a captured CUDA graph has addresses. Raised on all of them, and nothing
+                has changed.
+
+        Collective: yes, over the groups of all graphs.
+        """
+        self._sleeps += self._pool.sleep()
+
+    @outside_graphs
+    def wake(self) -> None:
+        """Obtain the segments of the same plans again, as the next runs would. Idempotent.
+
+        If a rank cannot have them, graphs run as torch compiled them without a plan.
+
+        Collective: yes, over the groups of all graphs, if it was asleep.
+        """
+        self._pool.wake_all()
 
     def release(self) -> None:
         """Give all segments back. The compiled graphs cannot run any more.

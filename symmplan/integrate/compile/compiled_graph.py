@@ -407,6 +407,8 @@ class CompiledGraph:
             part.taken = (None, ())
             self.pinned_inputs.forget()
         shared = part.shared or self._take(part)
+        if shared is not None and shared.asleep and not self.pool.wake(shared):
+            shared = None
         new = part.groups is None
         engines = bool(self.engines)
         if shared is None or (new and not self.pinned_inputs.settle(part.name, args, engines)):

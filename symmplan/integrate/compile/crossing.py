@@ -237,6 +237,10 @@ class Crossings:
                 due = self._leases[place].due
                 (due.add if backward else due.discard)(part.record)
 
+    def held(self) -> Placement | None:
+        """What somebody still holds of what a forward saved; None if nothing."""
+        return next((place for place, lease in self._leases.items() if lease.held), None)
+
     def due(self, but: Record) -> list[Placement]:
         """What other graphs' forwards saved whose backwards are due."""
         return [place for place, lease in self._leases.items() if lease.due - {but}]
@@ -269,6 +273,7 @@ class Crossings:
             if lease.held:
                 lease.move(lease.tensor.clone())
                 self.copies["released"] += 1
+        self._leases.clear()
 
 
 def _take(arena: Arena, lease: CrossingLease) -> None:

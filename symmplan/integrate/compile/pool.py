@@ -21,11 +21,14 @@ from symmplan.integrate.compile.places import PinnedPart, Place
 from symmplan.integrate.compile.plans import group_names, structure_of
 from symmplan.integrate.compile.progress import Progress
 from symmplan.integrate.compile.turns import Shared, released
+from symmplan.memory.beyond import counting
+from symmplan.memory.cache import give_back_together
 from symmplan.memory.streams import synchronize
 from symmplan.place.engines import known_of, register
 from symmplan.planner.fingerprint import visible
 from symmplan.process import PROCESS
 from symmplan.report.log import LOG
+from symmplan.runtime.handles import all_may_sleep, tell
 from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
@@ -161,6 +164,8 @@ class Pool:
         named = {n: g.process_group for n, g in resolve_groups(group_names(plan)).items()}
         groups = list(named.values())
         shared = self._shared.get(key)
+        if shared is not None and shared.asleep and not self.wake(shared):
+            return None
         shown = visible(plan, barriers)
         # Names of groups, which fingerprints leave out, are this rank's own affair.
         problem = shown.problem
@@ -274,15 +279,82 @@ class Pool:
         self.pinnings.add((process_group, tuple(place.number for place in made.values())))
         return [*made.values()]
 
+    @property
+    def asleep(self) -> bool:
+        """Whether segments were given back that no run has needed since."""
+        return any(shared.asleep for shared in self._shared.values())
+
+    def sleep(self) -> bool:
+        """Give all segments back until graphs run again, but for those of pinned inputs.
+
+        Returns:
+            Whether there were any.
+
+        Raises:
+            RunError: On some rank they are in use; raised on all of them.
+
+        Collective: yes, over the groups of all graphs, if there are any.
+        """
+        self._forget()
+        awake = [shared for shared in self._shared.values() if not shared.asleep]
+        groups = {name: group for shared in awake for name, group in _named(shared).items()}
+        if not groups:
+            return False
+        timeout = self.preparation.options.timeout
+        why = (shared.why_awake() for shared in awake)
+        all_may_sleep(next(filter(None, why), None), groups, timeout)
+        engines = {c10d.group_name(group): group for group in known_of(groups).values()}
+        for device in dict.fromkeys(shared.device for shared in awake):
+            synchronize(device)
+        with counting("windows", awake[0].device):
+            arenas = [shared.leave_for_sleep() for shared in awake]
+            give_back_together(arenas, {**groups, **engines}, timeout)
+        tell(self.preparation.user, sum(arena.segment_bytes for arena in arenas), asleep=True)
+        return True
+
+    def wake(self, shared: Shared) -> bool:
+        """Let graphs have segments again that were given back; False if some rank cannot.
+
+        Collective: yes, over their groups.
+        """
+        named, preparation, last = _named(shared), self.preparation, shared.arena
+
+        def again() -> tuple[Arena, int] | None:
+            if preparation.refusal is not None:
+                return None
+            return preparation.obtain(last.plan, shared.device, named, memory=last.memory)
+
+        made = preparation.attempt(again, named, lambda made: made[0].give_back())
+        if made is None:
+            return False
+        shared.wake(made[0])
+        tell(preparation.user, made[0].segment_bytes, asleep=False)
+        self.rendezvous += made[1]
+        if shared.engines:
+            self.rendezvous += _meet_engines(shared, named)
+        return True
+
+    def wake_all(self) -> None:
+        """`wake` for all segments. Collective: yes, over the groups of all graphs."""
+        for shared in self._shared.values():
+            if shared.asleep:
+                self.wake(shared)
+
     def release(self) -> None:
         """Give all segments back. Idempotent. Collective: no."""
         self.released = True
         for part in self.pinned:
             part.release()
         for shared in self._shared.values():
-            if not shared.released:
+            if not (shared.released or shared.asleep):
                 shared.release()
+            shared.released = True
         self.progress.release()
+
+
+def _named(shared: Shared) -> dict[str, Any]:
+    """The process groups of segments, by name."""
+    return {c10d.group_name(group): group for group in shared.groups if group is not None}
 
 
 def _are_known(groups: Iterable[Any]) -> bool:

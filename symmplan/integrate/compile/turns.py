@@ -38,6 +38,7 @@ from symmplan.integrate.compile.plans import is_unmet
 from symmplan.memory.held import keep
 from symmplan.memory.streams import synchronize
 from symmplan.place.engines import register_known
+from symmplan.runtime.handles import in_capture
 from symmplan.runtime.leases import Lease, Run
 from symmplan.runtime.tenants import ran, synchronizes_once
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.compile.progress import Progress
     from symmplan.memory.arena import Arena
     from symmplan.model import Placement, Plan
+    from symmplan.runtime.handles import WhyNot
 
 
 @define(eq=False)
@@ -63,6 +65,7 @@ class Shared:
         progress: How far the ranks are.
         agreed: The first plan of each kind that all ranks have agreed on.
         released: Whether the segments were given back.
+        asleep: Whether they were given back until the next run.
         engines: Names of communicators over which copy engines run collectives in them.
         align: What the segments must begin at a multiple of, in bytes.
         crosses: Whether something in them outlives a run of its graph.
@@ -77,6 +80,7 @@ class Shared:
     progress: Progress
     agreed: dict[Any, Plan] = field(init=False, factory=dict)
     released: bool = field(init=False, default=False)
+    asleep: bool = field(init=False, default=False)
     engines: set[str] = field(init=False, factory=set)
     align: int = field(init=False, default=1)
     crosses: bool = field(init=False, default=False)
@@ -202,6 +206,35 @@ class Shared:
         segments = self.arena.segments
         due = self.crossings.due(but)
         return [(place, segments[place.segment].spec.groups[0]) for place in due]
+
+    def why_awake(self) -> WhyNot:
+        """Why the segments cannot be given back now on this rank; None if they can."""
+        name, segment = next(iter(self.arena.segments.items()))
+        if self._captured:
+            return in_capture("backend", f"segment {name!r} at {segment.address:#x}")
+        if self.lock.locked():
+            what = "backend.sleep() was called while a compiled graph runs"
+            return what, "a graph inside this one, or in another thread", "call it between steps"
+        place = self.crossings.held()
+        if place is not None:
+            return (
+                "backend.sleep() was called between a compiled forward and its backward",
+                f"saved tensors in bytes [{place.offset}, {place.end}) of {place.segment!r}",
+                "call it after backward(), or drop the results of the forward",
+            )
+        return None
+
+    def leave_for_sleep(self) -> Arena:
+        """The segments, in which nobody has anything any more. Collective: no."""
+        self.clear()
+        self.progress.remove(self.arena)
+        self.asleep = True
+        return self.arena
+
+    def wake(self, arena: Arena) -> None:
+        """Be in other segments from now on. Collective: no."""
+        self.arena, self.asleep = arena, False
+        self.progress.add(arena)
 
     def clear(self) -> None:
         """Leave the segments: what was saved is copied out. Collective: no."""

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from symmplan.coordination.own import own_work
-from symmplan.errors import RunError, SymmplanError
+from symmplan.errors import RunError, SessionError, SymmplanError
 from symmplan.integrate.eager.schedule import name_of
 from symmplan.memory.meeting.callers import caller
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from symmplan.coordination.groups import Group
     from symmplan.coordination.sessions import SessionKeys
     from symmplan.integrate.eager.kernels import Cursor
     from symmplan.integrate.eager.schedule import Event
@@ -168,6 +169,21 @@ class Faults:
             )
         return event
 
+    def expect_end(self, events: list[Event], cursor: Cursor) -> None:
+        """All planned calls have come.
+
+        Raises:
+            RunError: The program has made fewer.
+        """
+        if cursor.at != len(events):
+            event = events[cursor.at]
+            self.diverge(
+                f"the iteration ended before call {cursor.at}, {event.name} at {event.call.line}",
+                expected=f"{len(events)} declared calls",
+                got=cursor.at,
+                event=event,
+            )
+
     def fail(self, error: BaseException) -> None:
         """This rank failed, or learnt that another did. Only the first error counts."""
         self.told = error
@@ -234,3 +250,23 @@ def public(given: Any) -> Any:
     if isinstance(given, dict):
         return {k: public(v) for k, v in given.items()}
     return getattr(given, "__name__", given)
+
+
+#: What is wrong with the use of a session, what it is, and what to do.
+NOT_ENTERED = (
+    "the session was used before it was entered",
+    "none yet",
+    "write `with session:` around the loop, and call session.step() in it",
+)
+LEFT = (
+    "the session was used after it was left",
+    "one that is over",
+    "call session.step() inside the with-block, or make a new session",
+)
+
+
+def misused(group: Group, what: str, got: str, fix: str) -> SessionError:
+    """The error if a session is used where it cannot be."""
+    return SessionError(
+        what, expected="an open session", got=got, fix=fix, group=group.name, rank=group.rank
+    )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field
 
 from symmplan.device import kind_of
+from symmplan.integrate.eager.schedule import OTHER_SIZES
+from symmplan.memory.cache import give_back_together
 from symmplan.memory.streams import synchronize
+from symmplan.runtime.stats import Stats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from symmplan.capture.sites import Captured
     from symmplan.choose.choice import Choice
@@ -37,7 +41,8 @@ class Frozen:
         copies: See `Copy`.
         choices: The measured choices.
         refused: Why nothing is in symmetric memory; empty if it is.
-        events: The expected calls that ``builder`` made.
+        asleep: Whether the memory was given back until the next call.
+        events: The expected calls that ``builder`` made; none while asleep.
         tail: The work at the end of each iteration.
         leaving: ``{storage: (call, its copy out)}`` of results that are copied out at their wait.
     """
@@ -50,9 +55,12 @@ class Frozen:
     copies: tuple[Copy, ...]
     choices: tuple[Choice, ...]
     refused: str = ""
+    asleep: bool = field(init=False, default=False)
     events: list[Event] = field(init=False, factory=list)
     tail: list[Act] = field(init=False, factory=list)
     leaving: dict[int, tuple[Event, str]] = field(init=False, factory=dict)
+    # How often calls of events that are forgotten declined.
+    _declines: int = field(init=False, default=0)
 
     @property
     def plan(self) -> Plan:
@@ -68,8 +76,53 @@ class Frozen:
         """Lie in ``arena`` from now on."""
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
             events, tail = self.builder(arena).build()
-        self.arena, self.events, self.tail = arena, events, tail
+        self.arena, self.events, self.tail, self.asleep = arena, events, tail, False
         self.leaving = {k: (e, name) for e in events for k, name in e.copied_at_waits()}
+
+    def stats(
+        self, counts: Mapping[str, Any], iterations: int, disengaged: tuple[tuple[str, str], ...]
+    ) -> Stats:
+        """The counters of its session.
+
+        Args:
+            counts: Those of what ran.
+            iterations: How many followed the plan.
+            disengaged: As in `Stats`.
+        """
+        sites, plan = self.captured.sites, self.plan
+        return Stats(
+            plans=1,
+            placed=sum(s.how is not None for s in sites),
+            staged=sum(s.how == "stage" for s in sites),
+            bound=sum(s.how == "bind" for s in sites),
+            unplanned=len(plan.unplanned),
+            barriers=len(plan.barriers),
+            segment_bytes=0 if self.arena.released else self.arena.segment_bytes,
+            lower_bound_bytes=plan.lower_bound_bytes,
+            unshared_bytes=plan.unshared_bytes,
+            copied=self.copies,
+            disengaged=disengaged,
+            reasons=self._reasons(iterations, counts.get("plain", 0)),
+            **counts,
+        )
+
+    def _reasons(self, iterations: int, plain: int) -> tuple[tuple[str, int], ...]:
+        """Why calls were plain, and how often, most frequent first."""
+        if self.refused:
+            return ((self.refused, plain),)
+        sites, placed = self.captured.sites, self.program.calls
+        lost = {s.node: s.reason for s in sites if s.how is None and s.reason}
+        found = Counter(why for node, why in lost.items() if node not in placed)
+        times = Counter({why: n * iterations for why, n in found.items()})
+        times[OTHER_SIZES] = self._declines + sum(event.declines for event in self.events)
+        return tuple((why, n) for why, n in times.most_common() if n > 0)
+
+    def sleep(self, groups: Mapping[str, Any], timeout: float) -> None:
+        """Give the memory back until the next call. Collective: yes, over ``groups``."""
+        self._declines += sum(event.declines for event in self.events)
+        self.forget()
+        self.asleep = True
+        give_back_together([self.arena], groups, timeout)
 
     def let_go(self, device: torch.device, *, failed: bool) -> None:
         """Give the memory back; ``failed`` if the session did. Collective: no."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.eager.streams import Roles
 
     #: Given an op, the dispatch keys behind ours, its arguments, and those that say what it does.
-    _Serve: TypeAlias = Callable[[Any, Any, Any, Any, Any], Any]
+    _Serve: TypeAlias = Callable[..., Any]
     _Waited: TypeAlias = Callable[[torch.Tensor], None]
 
 #: Their ops run others of the catalogue below autograd, which the session sees.
@@ -55,7 +55,7 @@ class Cursor:
         at: Which call comes next.
     """
 
-    _serve: _Serve | None
+    serve: _Serve | None
     waited: _Waited | None
     roles: Roles
     _is_program: Callable[[], bool]
@@ -63,11 +63,11 @@ class Cursor:
 
     def caught(self) -> _Serve | None:
         """What runs the call that comes now; None if it is none of the program's."""
-        return None if in_own_work() or not self._is_program() else self._serve
+        return None if in_own_work() or not self._is_program() else self.serve
 
     def forget(self) -> None:
         """No call is caught any more."""
-        self._serve = self.waited = None
+        self.serve = self.waited = None
 
 
 def install(cursor: Cursor, own_groups: OwnGroups, stack: ExitStack) -> None:

@@ -28,6 +28,7 @@ from symmplan.place.program import place
 from symmplan.registry import bind_arguments, spec_for
 from symmplan.report.log import LOG
 from symmplan.runtime.fitting import Fitting
+from symmplan.runtime.handles import tell
 from symmplan.runtime.prepare import Preparation
 from symmplan.runtime.stats import Copy
 from symmplan.torch_private.ops import OpOverload
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from symmplan.capture.streams import DeviceStreams
     from symmplan.coordination.groups import Group
     from symmplan.memory import Arena
-    from symmplan.model import OpSpec
+    from symmplan.model import OpSpec, Plan
     from symmplan.runtime.options import Options
 
 #: More declared calls than an iteration has.
@@ -288,18 +289,13 @@ class IterationRecording:
             room = preparation.room(lowerings.memory, device, groups).nbytes
         plan, captured = fitting.fit(room, preparation.plan)
         chosen = fitting.chosen
-
-        def meet_engines(arena: Arena) -> None:
-            if chosen.engines:
-                register_known(arena)
-
         dtypes = dict.fromkeys(x.dtype for x in captured.values.tensors.values())
         with torch.inference_mode(mode=False):  # they outlive the caller's mode
             # Here, where a rank that has no room for them is heard.
             elements = {dtype: torch.empty((), dtype=dtype, device=device) for dtype in dtypes}
             how = (fitting.lowerings, chosen.placed, chosen.engines)
             program = place(captured, plan, *how, plan.barriers)
-        arena, rendezvous = preparation.obtain(plan, device, groups, meet_engines)
+        arena, rendezvous = self._obtain(plan, engines=bool(chosen.engines))
         return Frozen(
             program,
             arena,
@@ -310,6 +306,40 @@ class IterationRecording:
             chosen.choices,
             preparation.reason,
         )
+
+    def _obtain(self, plan: Plan, *, engines: bool) -> tuple[Arena, int]:
+        """Memory for a plan, and how many rendezvous that took; ``engines`` as in `Frozen`."""
+
+        def meet_engines(arena: Arena) -> None:
+            if engines:
+                register_known(arena)
+
+        settings = self._settings
+        given = plan, settings.device, settings.process_groups, meet_engines
+        return self._preparation.obtain(*given)
+
+    def obtain_again(self, frozen: Frozen) -> int | None:
+        """Let a plan have memory again that was given back.
+
+        Returns:
+            How many rendezvous were made; None if some rank cannot have it.
+
+        Collective: yes.
+        """
+        preparation = self._preparation
+
+        def again() -> tuple[Arena, int] | None:
+            if preparation.refusal is not None:
+                return None
+            return self._obtain(frozen.plan, engines=frozen.engines)
+
+        groups = self._settings.process_groups
+        made = preparation.attempt(again, groups, lambda made: made[0].give_back())
+        if made is None:
+            return None
+        frozen.schedule(made[0])
+        tell(preparation.user, made[0].segment_bytes, asleep=False)
+        return made[1]
 
 
 #: What to do about a copy of what code of torch makes.

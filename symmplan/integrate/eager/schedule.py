@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -156,15 +157,15 @@ class Event:
         If there is none, the event has the bytes from now on.
         """
         for buffer, (ledger, begin, end, lease) in zip(self.writes, self.claims, strict=True):
-            if not ledger.claim(begin, end, lease):
-                continue
-            gc.collect()  # it may only hang in a cycle
-            deadline = time.monotonic() + _PATIENCE
-            while held := ledger.claim(begin, end, lease):
-                if time.monotonic() >= deadline:
+            if ledger.claim(begin, end, lease):
+                held = let_go(functools.partial(ledger.claim, begin, end, lease))
+                if held:
                     return buffer, held[0].name
-                time.sleep(_POLL)
         return None
+
+    def held(self) -> list[StorageLease]:
+        """The results in placements that the program still holds."""
+        return [lease for lease in (*self.leased.values(), *self.leaving.values()) if lease.held]
 
     def differs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The expected and the actual call, if they differ.
@@ -179,6 +180,15 @@ class Event:
         if want == have or self.declined:
             return None
         return (want, have) if want[1] or have[1] else (want[0], have[0])
+
+
+def let_go(held: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+    """What is held for good: not in a cycle, nor by a thread that is about to let go of it."""
+    gc.collect()
+    deadline = time.monotonic() + _PATIENCE
+    while (still := held()) and time.monotonic() < deadline:
+        time.sleep(_POLL)
+    return still
 
 
 def perform(acts: Sequence[Act]) -> None:

@@ -16,10 +16,11 @@ from symmplan.coordination.sessions import SessionKeys, enter_session
 from symmplan.device import device_of
 from symmplan.errors import RunError, SessionError
 from symmplan.integrate.eager.calls import counted, settle
-from symmplan.integrate.eager.faults import Faults
+from symmplan.integrate.eager.faults import LEFT, NOT_ENTERED, Faults, misused
 from symmplan.integrate.eager.kernels import Cursor, declared_names, install, overload_name
 from symmplan.integrate.eager.recording import IterationRecording, Settings, meet
-from symmplan.integrate.eager.schedule import OTHER_SIZES, perform
+from symmplan.integrate.eager.schedule import perform
+from symmplan.integrate.eager.sleep import sleep
 from symmplan.integrate.eager.streams import Roles, streams_of
 from symmplan.memory.beyond import beyond_segments
 from symmplan.process import PROCESS
@@ -27,7 +28,7 @@ from symmplan.report.log import LOG
 from symmplan.runtime.executor import executor
 from symmplan.runtime.handles import OfOneProcess
 from symmplan.runtime.observe import Checked, check, checking, launching
-from symmplan.runtime.stats import Copy, Stats
+from symmplan.runtime.stats import Stats
 from symmplan.runtime.watching import Watching
 from symmplan.torch_private import c10d
 from symmplan.torch_private.compilers import outside_graphs
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.eager.schedule import Event
     from symmplan.model import Plan
     from symmplan.runtime.options import Options
+    from symmplan.runtime.stats import Copy
 
 
 class Session(OfOneProcess):
@@ -94,7 +96,7 @@ class Session(OfOneProcess):
         return self._frozen.plan
 
     def _plans(self) -> list[Plan]:
-        return [] if self._frozen is None else [self._frozen.plan]
+        return [self.plan] if self.planned else []
 
     @property
     @outside_graphs
@@ -104,34 +106,7 @@ class Session(OfOneProcess):
         counts = dict[str, Any](self._counts + counted(self._made)) | beyond_segments()
         if frozen is None:
             return Stats(**counts)
-        sites, plan = frozen.captured.sites, frozen.plan
-        return Stats(
-            plans=1,
-            placed=sum(s.how is not None for s in sites),
-            staged=sum(s.how == "stage" for s in sites),
-            bound=sum(s.how == "bind" for s in sites),
-            unplanned=len(plan.unplanned),
-            barriers=len(plan.barriers),
-            segment_bytes=0 if frozen.arena.released else frozen.arena.segment_bytes,
-            lower_bound_bytes=plan.lower_bound_bytes,
-            unshared_bytes=plan.unshared_bytes,
-            copied=frozen.copies,
-            disengaged=self._checked.missed,
-            reasons=self._reasons(frozen, counts.get("plain", 0)),
-            **counts,
-        )
-
-    def _reasons(self, frozen: Frozen, plain: int) -> tuple[tuple[str, int], ...]:
-        """Why calls were plain, and how often, most frequent first."""
-        if frozen.refused:
-            return ((frozen.refused, plain),)
-        made = self._counts["iterations"] - 1
-        lost = {s.node: s.reason for s in frozen.captured.sites if s.how is None and s.reason}
-        events = (e for e in frozen.events if e.placed is None and e.call.node in lost)
-        found = Counter(lost[e.call.node] for e in events)
-        times = Counter({why: n * made for why, n in found.items()})
-        times[OTHER_SIZES] = sum(event.declines for event in frozen.events)
-        return tuple((why, n) for why, n in times.most_common() if n > 0)
+        return frozen.stats(counts, self._counts["iterations"] - 1, self._checked.missed)
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -163,7 +138,7 @@ class Session(OfOneProcess):
                     fix="leave the first session before you enter the next",
                 )
             if self._state != "new":
-                raise self._released()
+                raise misused(self._settings.group, *LEFT)
             PROCESS.session, self._state = self, "recording"
         try:
             self._keys = enter_session(self._settings.group)
@@ -202,6 +177,7 @@ class Session(OfOneProcess):
                 self._freeze(self._recording)
             self._counts["iterations"] += 1
             return
+        self.wake()
         frozen, cursor = self._frozen, self._cursor
         assert frozen is not None
         if cursor is not None:  # else nothing is served, nor compared with what was recorded
@@ -209,14 +185,7 @@ class Session(OfOneProcess):
         self._counts["iterations"] += 1
 
     def _end_iteration(self, frozen: Frozen, cursor: Cursor) -> None:
-        if cursor.at != len(frozen.events):
-            event = frozen.events[cursor.at]
-            self._faults.diverge(
-                f"the iteration ended before call {cursor.at}, {event.name} at {event.call.line}",
-                expected=f"{len(frozen.events)} declared calls",
-                got=cursor.at,
-                event=event,
-            )
+        self._faults.expect_end(frozen.events, cursor)
         cursor.roles.join()
         with self._faults.guarded():
             perform(frozen.tail)
@@ -270,6 +239,57 @@ class Session(OfOneProcess):
         planned = self._frozen is not None
         self._checked = check(iteration, self._settings.device if planned else None)
         return self._checked
+
+    @property
+    def asleep(self) -> bool:
+        """Whether `sleep` has given the memory back, and no call has come since."""
+        return self._frozen is not None and self._frozen.asleep
+
+    @outside_graphs
+    def sleep(self) -> None:
+        """Give the memory back to the driver until `wake`, or until the next call.
+
+        Call it between iterations, on all ranks. Without a plan, and while asleep, it does nothing.
+
+        Raises:
+            RunError: On some rank the program is in an iteration, or holds a tensor that lies in a
+                placement. Raised on all of them, and nothing has changed.
+
+        Collective: yes.
+        """
+        self._usable()
+        if self._frozen is not None and self._cursor is not None and not self.asleep:
+            sleep(self._settings, self._frozen, self._cursor)
+            self._counts["sleeps"] += 1
+            self._cursor.serve = self._serve_awake
+
+    @outside_graphs
+    def wake(self) -> None:
+        """Obtain the memory of the same plan again, as the next call would. Idempotent.
+
+        If a rank cannot have it, the next iteration is recorded anew. Collective: yes, if asleep.
+        """
+        self._usable()
+        if self._frozen is None or not self._frozen.asleep:
+            return
+        assert self._recorded is not None
+        with self._faults.telling():
+            rendezvous = self._recorded.obtain_again(self._frozen)
+        if rendezvous is None:
+            self.replan()
+        elif self._cursor is not None:
+            self._counts["rendezvous"] += rendezvous
+            self._cursor.serve = self._serve
+
+    def _serve_awake(
+        self, op: Any, keys: Any, args: Any, kwargs: Any, said: Any, kind: str = "op"
+    ) -> Any:
+        """Make a call for which the session has to wake first."""
+        self.wake()
+        if self._recording is not None:
+            recorded = self._recording.memory
+            return recorded(kind, args[0], args[1:], kwargs) if op is None else op(*args, **kwargs)
+        return self._serve(op, keys, args, kwargs, said, kind)
 
     @outside_graphs
     def replan(self) -> None:
@@ -346,7 +366,8 @@ class Session(OfOneProcess):
         if self._cursor is None:  # nothing is served
             return make(*args, **kwargs)
         given = make, *args
-        return self._serve(None, None, given, kwargs, given, kind)  # type: ignore[no-any-return]
+        serve = self._cursor.serve or self._serve
+        return serve(None, None, given, kwargs, given, kind)  # type: ignore[no-any-return]
 
     @outside_graphs
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -417,24 +438,12 @@ class Session(OfOneProcess):
         self._let_go()
 
     def _entered(self) -> SessionKeys:
-        if self._state == "released":
-            raise self._released()
-        if self._keys is None:
-            fix = "write `with session:` around the loop, and call session.step() in it"
-            raise self._misused("the session was used before it was entered", "none yet", fix)
+        if self._keys is None or self._state == "released":
+            wrong = LEFT if self._state == "released" else NOT_ENTERED
+            raise misused(self._settings.group, *wrong)
         return self._keys
 
     def _usable(self) -> None:
         self._entered()
         self._settings.group.require_own()
         self._faults.usable()
-
-    def _released(self) -> SessionError:
-        fix = "call session.step() inside the with-block, or make a new session"
-        return self._misused("the session was used after it was left", "one that is over", fix)
-
-    def _misused(self, what: str, got: str, fix: str) -> SessionError:
-        group, expected = self._settings.group, "an open session"
-        return SessionError(
-            what, expected=expected, got=got, fix=fix, group=group.name, rank=group.rank
-        )

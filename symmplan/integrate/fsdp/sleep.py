@@ -14,15 +14,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from symmplan.coordination.all_gather import all_gather_json
 from symmplan.coordination.own import own_work
 from symmplan.errors import RunError
-from symmplan.report.format import size
-from symmplan.report.log import LOG
+from symmplan.runtime.handles import all_may_sleep, in_capture, tell
 from symmplan.torch_private import autograd
 
 if TYPE_CHECKING:
     from symmplan.integrate.fsdp.segments import Memory
+    from symmplan.runtime.handles import WhyNot
 
 __all__ = ["sleep", "wake"]
 
@@ -42,23 +41,14 @@ def sleep(runtime: Any) -> None:
     memory, planning = runtime.memory, runtime.planning
     if runtime.asleep or memory.arena is None:
         return
-    why = _why_not(runtime)
-    said = all_gather_json(
-        "sleep", dict.fromkeys(memory.groups, why), memory.groups, runtime.options.timeout
-    )
-    told = next((x for of in said.values() for x in of if x), None)
-    if told is not None:
-        _what, _got, _fix = told
-        raise RunError(
-            told[0], expected="memory that nobody uses between steps", got=told[1], fix=told[2]
-        )
+    all_may_sleep(_why_not(runtime), memory.groups, runtime.options.timeout)
     nbytes = memory.segment_bytes
     runtime.recorder.release_all()
     planning.sleep()
     runtime.recorder.rest()
     runtime.asleep = True
     runtime.counts["sleeps"] += 1
-    LOG.info("FSDP2 sleeps: %s of segments are given back", size(nbytes))
+    tell("FSDP2", nbytes, asleep=True)
 
 
 @own_work
@@ -91,20 +81,16 @@ def wake(runtime: Any) -> None:
         runtime.schedule = made
     runtime.asleep = False
     runtime.begin_stretch()
-    LOG.info("FSDP2 is awake: %s of segments", size(memory.segment_bytes))
+    tell("FSDP2", memory.segment_bytes, asleep=False)
 
 
-def _why_not(runtime: Any) -> tuple[str, str, str] | None:
-    """Why a model cannot sleep now: what is wrong, what was found, and what to do."""
+def _why_not(runtime: Any) -> WhyNot:
+    """Why a model cannot sleep now on this rank."""
     memory: Memory = runtime.memory
     assert memory.arena is not None
     name, segment = next(iter(memory.arena.segments.items()), ("", None))
     if memory.captured and segment is not None:
-        return (
-            "handle.sleep() was called, and a captured CUDA graph has addresses of the segments",
-            f"segment {name!r} at {segment.address:#x}",
-            "keep the handle awake as long as the graph may be replayed",
-        )
+        return in_capture("handle", f"segment {name!r} at {segment.address:#x}")
     others = [user for user in memory.arena.tenants if user != memory.arena.user]
     if others:
         return (

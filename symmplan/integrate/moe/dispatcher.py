@@ -22,6 +22,7 @@ from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import own_work
 from symmplan.device import device_of
 from symmplan.errors import OptionError, ReleasedError
+from symmplan.integrate.moe.checks import check_rows, check_types
 from symmplan.integrate.moe.exchanges import RowExchange
 from symmplan.integrate.moe.pending import Pending, differentiable, pending
 from symmplan.integrate.moe.routes import (
@@ -231,7 +232,7 @@ class ExpertParallel(OfOneProcess):
 
         Collective: yes, and so is its backward.
         """
-        self._check_types(rows, routes)
+        check_types(self._slot, rows, routes)
         return (pending if async_op else differentiable)(rows, self, routes)
 
     @overload
@@ -269,7 +270,7 @@ class ExpertParallel(OfOneProcess):
 
         Collective: yes, and so is its backward.
         """
-        self._check_types(rows, routes)
+        check_types(self._slot, rows, routes)
         return (pending if async_op else differentiable)(rows, self, routes.back)
 
     def exchange(self, rows: torch.Tensor, routes: Routes | PaddedRoutes) -> torch.Tensor:
@@ -299,7 +300,7 @@ class ExpertParallel(OfOneProcess):
         if self._open is not None:
             self.end(self._open)
         self._usable()
-        self._check(rows, routes)
+        check_rows(self, self._slot, rows, routes)
         rows = rows.resolve_conj().resolve_neg().contiguous()
         count = routes.arrive(rows.shape[0])
         result = rows.new_empty((count, *rows.shape[1:]))
@@ -382,32 +383,6 @@ class ExpertParallel(OfOneProcess):
         if self._slot.pushes is not None and self._open is None:
             self._slot.pushes.met = True
 
-    def _check(self, rows: torch.Tensor, routes: Routes | PaddedRoutes) -> None:
-        known = routes.ranks == self._group.size and rows.dim() > 0
-        if known and routes.takes(rows.shape[0]) and rows.device == self._device:
-            return
-        joins = known and device_of(self._device).is_accelerator
-        if joins:  # else peers on devices would wait
-            instead = rows.new_zeros((routes.sends, *rows.shape[1:]), device=self._device)
-            self.exchange(instead, routes)
-        self._slot.refuse(
-            f"rows of shape {tuple(rows.shape)} on {rows.device} are not those of the routes",
-            expected=f"{routes.sends} rows along dimension 0, on {self._device}",
-            got=f"{rows.shape[0] if rows.dim() else 0} rows on {rows.device}",
-            fix="pass the rows that were counted, or count them again",
-            alone=joins,
-        )
-
-    def _check_types(self, rows: Any, routes: Any) -> None:
-        if not (isinstance(rows, torch.Tensor) and isinstance(routes, Routes | PaddedRoutes)):
-            found = f"rows are a {type(rows).__name__}, and routes a {type(routes).__name__}"
-            self._slot.refuse(
-                found,
-                expected="a tensor, and what `routes` gave",
-                got=found,
-                fix="pass the rows, and experts.routes(counts)",
-            )
-
     def _usable(self) -> None:
         """See that it can be used.
 
@@ -439,11 +414,34 @@ class ExpertParallel(OfOneProcess):
             self._fault = found
             raise found.with_traceback(None)
 
-    def release(self) -> None:
-        """Release the segment. Idempotent.
+    @property
+    def asleep(self) -> bool:
+        """Whether `sleep` has given the segment back, and nothing has taken one since."""
+        return self._slot.asleep
 
-        Collective: no. But peers that still exchange rows would time out.
+    @compilers.outside_graphs
+    def sleep(self) -> None:
+        """Give the segment, if any, back to the driver until `wake`, or until rows move again.
+
+        Nothing is measured again then, and the plan is the same.
+
+        Raises:
+            RunError: On some rank an exchange is under way, or a captured CUDA graph has addresses
+                of the segment. Raised on all of them, and nothing has changed.
+
+        Collective: yes.
         """
+        self._usable()
+        self._slot.sleep(started=self._open is not None)
+
+    @compilers.outside_graphs
+    def wake(self) -> None:
+        """Obtain the segment again, as the next call would. Collective: yes, if it was asleep."""
+        self._usable()
+        self._slot.wake()
+
+    def release(self) -> None:
+        """Release the segment. Idempotent. Collective: no, but peers that move rows time out."""
         if not self._released and not self._group.forked and self._executor.serves:
             self._slot.let_go()
         self._open = None

@@ -27,6 +27,8 @@ from symmplan.integrate.moe.device_rows import DeviceRows, has_kernels, signals_
 from symmplan.integrate.moe.exchanges import RowPushes, plain
 from symmplan.integrate.moe.host_rows import HostRows
 from symmplan.integrate.moe.routes import PaddedRoutes, Routes
+from symmplan.memory.beyond import counting
+from symmplan.memory.cache import give_back_together
 from symmplan.memory.held import keep
 from symmplan.memory.kernels import as_bytes
 from symmplan.memory.meeting.topology import served
@@ -34,6 +36,7 @@ from symmplan.memory.streams import synchronize
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.report.log import LOG
 from symmplan.runtime.attempt import Refusal
+from symmplan.runtime.handles import all_may_sleep, in_capture, tell
 from symmplan.runtime.prepare import Preparation, checked_plan
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from symmplan.errors import SymmplanError
     from symmplan.memory import Arena
     from symmplan.model import AlgorithmName, Plan
+    from symmplan.runtime.handles import WhyNot
     from symmplan.runtime.options import Options
 
 __all__ = ["RowSlot"]
@@ -67,6 +71,8 @@ class RowSlot:
         rows: How many a rank may get in a call.
 
     Attributes:
+        group: The same.
+        device: The same.
         rows: The same, as last planned.
         preparation: Its way to memory.
         arena: The memory; None while there is none.
@@ -74,12 +80,13 @@ class RowSlot:
         kernels: What runs the kernels; None where there are none.
         choices: What was measured, for each size of a row.
         counts: Rendezvous and plans, as `Stats` counts them.
+        asleep: Whether the memory was given back until the next call.
         fault: What is wrong for good: a call did not fit, or kernels found something in memory that
             was given back since.
     """
 
     def __init__(self, group: Group, device: torch.device, options: Options, rows: int) -> None:
-        self._group, self._device, self._options = group, device, options
+        self.group, self.device, self._options = group, device, options
         self.rows = rows
         self._row = 0  # bytes of the largest row so far
         self.preparation = Preparation(options, "symmplan.expert_parallel", "expert parallel")
@@ -92,6 +99,8 @@ class RowSlot:
         self.choices: list[Choice] = []
         self.counts: Counter[str] = Counter()
         self.fault: SymmplanError | None = None
+        self.asleep = False
+        self._captured = False
 
     def known(self, row: int) -> AlgorithmName:
         """How rows of so many bytes move where that was decided, else ``"ordinary"``."""
@@ -145,18 +154,19 @@ class RowSlot:
         if algorithm == "symmetric":
             assert self.kernels is not None
             assert self.arena is not None
-            if device_of(self._device).is_capturing():
+            if device_of(self.device).is_capturing():
                 keep(self.arena)
+                self._captured = True
             room = routes.most if isinstance(routes, PaddedRoutes) else _CHECKED
             return self.kernels.push(result, rows, routes, room)
         if algorithm == "ordinary":
-            begin = plain(self._group.process_group, apart=apart)
+            begin = plain(self.group.process_group, apart=apart)
         else:
             assert self.pushes is not None
             begin = self.pushes.start
         if isinstance(routes, Routes):
             return begin(result, rows, routes)
-        known = routes.on_host(self._group)
+        known = routes.on_host(self.group)
         self.check_fits(known, routes.most)
         there = sum(known.received)
         take = begin(result[:there], rows[: sum(known.sent)], known)
@@ -179,7 +189,7 @@ class RowSlot:
                 expected=f"at most max_tokens={room} rows, as rows= were given",
                 got=f"{routes.most} rows",
                 fix=f"pass max_tokens={routes.most} or more, or leave rows= out",
-                **self._group.here,
+                **self.group.here,
             )
             raise self.fault
 
@@ -201,18 +211,60 @@ class RowSlot:
         if self.pushes is not None and not alone:
             with contextlib.suppress(RunError):
                 self.pushes.refuse()
-        raise RunError(what, expected=expected, got=got, fix=fix, **self._group.here)
+        raise RunError(what, expected=expected, got=got, fix=fix, **self.group.here)
+
+    def sleep(self, *, started: bool) -> None:
+        """Give the memory back to the driver until the next call.
+
+        Args:
+            started: Whether an exchange is under way on this rank.
+
+        Raises:
+            RunError: One is, or a captured CUDA graph has addresses, on some rank; raised on all.
+
+        Collective: yes, if there is any.
+        """
+        if self.arena is None:
+            return
+        groups = {self.group.name: self.group.process_group}
+        timeout = self._options.timeout
+        why: WhyNot = None
+        if started:
+            why = (
+                "experts.sleep() was called while an exchange is under way",
+                "one that was started and not waited for",
+                "call wait() of what dispatch or combine returned first",
+            )
+        elif self._captured:
+            name, segment = next(iter(self.arena.segments.items()))
+            why = in_capture("experts", f"segment {name!r} at {segment.address:#x}")
+        all_may_sleep(why, groups, timeout)
+        arena, self.arena = self._left(), None
+        with counting("windows", self.device):
+            give_back_together([arena], groups, timeout)
+        self.counts["sleeps"] += 1
+        self.asleep = True
+        tell(self.preparation.user, arena.segment_bytes, asleep=True)
+
+    def wake(self) -> None:
+        """Have memory as before. Collective: yes, if it was given back."""
+        if self.asleep:
+            self._have()
 
     def let_go(self) -> None:
         """Give the memory back."""
-        arena, self.arena = self.arena, None
-        if arena is None:
-            return
-        synchronize(self._device)
+        if self.arena is not None:
+            arena, self.arena = self._left(), None
+            arena.give_back()
+
+    def _left(self) -> Arena:
+        """The memory, without what works in it."""
+        assert self.arena is not None
+        synchronize(self.device)
         if self.kernels is not None:
             self.fault = self.fault or self.kernels.fault()
         self.pushes = self.kernels = None
-        arena.give_back()
+        return self.arena
 
     def _room(self, arena: Arena) -> int:
         return arena.plan.placements[_ROWS].nbytes
@@ -220,7 +272,7 @@ class RowSlot:
     def _replan(self, key: tuple[int, bool], most: int) -> None:
         """Make room for this call. See [Note: overflow]. Collective: yes."""
         refused = self.preparation.refusal is not None
-        if refused or self._options.chosen(self._device) == "ordinary":
+        if refused or self._options.chosen(self.device) == "ordinary":
             self._algorithms[key] = "ordinary"
             return
         before = self.rows
@@ -235,26 +287,31 @@ class RowSlot:
         if self.arena is not None:
             self.let_go()
             self.counts["replans"] += 1
+        self._have(key)
+
+    def _have(self, *keys: tuple[int, bool]) -> None:
+        """Have memory for so many rows, or move all rows without it. Collective: yes."""
+        self.asleep = False
         self.arena = self._obtained(self.rows * self._row)
         if self.arena is None:
-            self._algorithms = dict.fromkeys((*self._algorithms, key), "ordinary")
+            self._algorithms = dict.fromkeys((*self._algorithms, *keys), "ordinary")
 
     def _obtained(self, nbytes: int) -> Arena | None:
         """So many bytes that all ranks can reach; None if some rank cannot have them.
 
         Collective: yes.
         """
-        group, preparation = self._group, self.preparation
+        group, preparation = self.group, self.preparation
         groups = {group.name: group.process_group}
         plan = _plan(nbytes, group)
         kernels = False
         memory, timeout = preparation.memory, self._options.timeout
         if preparation.refusal is None:  # its memory may reach the ranks in no way
-            self._levels, unserved = served(groups, memory, self._device, timeout)
+            self._levels, unserved = served(groups, memory, self.device, timeout)
             for why in unserved.values():
                 preparation.refuse(Refusal(why, _REACHED, first=group.rank == 0))
         if preparation.refusal is None:  # a rank without Triton asks, too
-            mine = has_kernels(self._device)
+            mine = has_kernels(self.device)
             kernels = all_agree("kernels", mine, groups, timeout)
 
         def meet(arena: Arena) -> None:
@@ -274,12 +331,12 @@ class RowSlot:
                 return
             self.pushes = RowPushes(meeting, slot, group)
             if kernels:
-                self.kernels = DeviceRows(meeting, slot, signals, group, self._device, timeout)
+                self.kernels = DeviceRows(meeting, slot, signals, group, self.device, timeout)
 
         def make() -> tuple[Arena, int] | None:
             if preparation.refusal is not None:
                 return None
-            return preparation.obtain(plan, self._device, groups, meet)
+            return preparation.obtain(plan, self.device, groups, meet)
 
         made = preparation.attempt(make, groups, lambda made: made[0].give_back())
         if made is None:
@@ -291,7 +348,7 @@ class RowSlot:
 
     def _chosen(self, arena: Arena, rows: torch.Tensor, key: tuple[int, bool]) -> AlgorithmName:
         """How rows of that size move. Collective: yes, if that is measured."""
-        choose = self._options.chosen(self._device)
+        choose = self._options.chosen(self.device)
         row, padded = key
         chosen = choose in ("measure", "table")
         if self.kernels is not None and (choose == "symmetric" or (padded and chosen)):
@@ -301,7 +358,7 @@ class RowSlot:
             inside = "two-level"
             if self._options.choose == "auto" and current() is None:
                 choose = "measure"  # a network may be as fast
-        group = self._group
+        group = self.group
         part = max(1, self.rows // group.size)
         if choose == "table":
             return self._tabled(part * group.size * row, inside)
@@ -322,14 +379,14 @@ class RowSlot:
         table, levels = self._options.table, inside == "two-level"
         found = None
         if table is not None:
-            found = table.algorithm("all_to_all", self._group.size, nbytes, levels=levels)
+            found = table.algorithm("all_to_all", self.group.size, nbytes, levels=levels)
         if found == "ordinary" or (found == "symmetric" and self.kernels is not None):
             return found
         return inside
 
     def _measured(self, rows: torch.Tensor, even: Routes, inside: AlgorithmName) -> Choice | None:
         """What is fastest for such rows, where all ranks send as many to each. Collective: yes."""
-        group, preparation = self._group, self.preparation
+        group, preparation = self.group, self.preparation
 
         def measured() -> Choice | None:
             if preparation.refusal is not None:
@@ -357,7 +414,7 @@ class RowSlot:
                 ),
                 {name: at_once(lambda name=name: act(name)) for name in names},  # type: ignore[misc]
                 group.process_group,
-                self._device,
+                self.device,
                 self._options.timeout,
             )
 

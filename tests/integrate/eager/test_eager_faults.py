@@ -163,7 +163,7 @@ def _leaves(rank, world_size):
             act()
     with pytest.raises(SymmplanError, match="no live segment"):
         symmplan.placed.handle(held)
-    inside = "check choices copies plan planned release replan stats step"
+    inside = "asleep check choices copies plan planned release replan sleep stats step wake"
     assert " ".join(n for n in dir(session) if not n.startswith("_")) == inside
     assert bool((held == 1).all())
     assert _gather(x).shape == (8, 8)

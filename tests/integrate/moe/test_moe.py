@@ -54,9 +54,19 @@ def random_calls(rank, world_size, seeds, choose="auto", kind="cpu"):
     replans = []
     for seed in seeds:
         dice, slow = random.Random(seed), random.Random(7 * seed + rank)
+        rests = random.Random(f"{seed} rests")
         bound = dice.choice([1, 5, 40])
         with symmplan.expert_parallel(max_tokens=bound, choose=choose, timeout=30.0) as experts:
             for iteration in range(dice.randint(2, 5)):
+                if rests.random() < 0.3:
+                    had, choices = experts.stats, experts.choices
+                    experts.sleep()
+                    assert not any(s.users for s in segments_of_plans())
+                    if rests.random() < 0.5:
+                        experts.wake()
+                        assert experts.stats.segment_bytes == had.segment_bytes
+                        assert not experts.asleep
+                        assert experts.choices == choices
                 widths = [dice.choice([(8,), (3, 5), (64,), ()]) for _ in range(2)]
                 dtype = dice.choice([torch.float32, torch.float64, torch.bfloat16])
                 outputs, expected, inputs = [], [], []

@@ -1,0 +1,58 @@
+"""A session's memory is given back between two iterations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from symmplan.integrate.eager.schedule import let_go
+from symmplan.memory.beyond import counting
+from symmplan.memory.streams import synchronize
+from symmplan.place.engines import known_of
+from symmplan.runtime.handles import all_may_sleep, tell
+from symmplan.torch_private import c10d
+
+if TYPE_CHECKING:
+    from symmplan.integrate.eager.frozen import Frozen
+    from symmplan.integrate.eager.kernels import Cursor
+    from symmplan.integrate.eager.recording import Settings
+    from symmplan.runtime.handles import WhyNot
+
+
+def sleep(settings: Settings, frozen: Frozen, cursor: Cursor) -> None:
+    """Give the memory of a session back.
+
+    Args:
+        settings: Of the session.
+        frozen: Its plan.
+        cursor: Where the program is.
+
+    Raises:
+        RunError: Some rank uses the memory; raised on all of them, and nothing has changed.
+
+    Collective: yes.
+    """
+    groups, timeout = settings.process_groups, settings.options.timeout
+    all_may_sleep(_why_not(frozen, cursor), groups, timeout)
+    synchronize(settings.device)
+    engines = {c10d.group_name(group): group for group in known_of(groups).values()}
+    with counting("windows", settings.device):
+        frozen.sleep({**groups, **engines}, timeout)
+    tell("eager session", frozen.arena.segment_bytes, asleep=True)
+
+
+def _why_not(frozen: Frozen, cursor: Cursor) -> WhyNot:
+    """Why a session cannot sleep now on this rank."""
+    if cursor.at:
+        return (
+            "session.sleep() was called in the midst of an iteration",
+            f"{cursor.at} of {len(frozen.events)} calls",
+            "call it behind session.step()",
+        )
+    held = let_go(lambda: [lease for event in frozen.events for lease in event.held()])
+    if held:
+        return (
+            "session.sleep() was called while the program holds a tensor of the session",
+            f"buffer {held[0].name!r}",
+            "drop the tensor, or keep a clone of it",
+        )
+    return None
