@@ -72,4 +72,4 @@ def in_capture(who: str, got: str) -> WhyNot:
         got: The segment, and where it is.
     """
     what = f"{who}.sleep() was called, and a captured CUDA graph has addresses of the segments"
-    return what, got, "keep it awake as long as the graph may be replayed"
+    return what, got, "keep it awake, or drop its graphs and remove or release it"

@@ -163,3 +163,46 @@ def test_a_capture_needs_a_plan(pool):
         assert "before FSDP2's collectives are planned" in told[0]
         assert "handle.freeze()" in told[0]
         assert told[1] == "captured"
+
+
+def _sleeps_captured(rank, world):
+    """What is said of a handle of which a step is captured."""
+    import symmplan
+    from symmplan.errors import RunError
+
+    model, x = _build(world), torch.ones(64, DIM, device="cuda")
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=60.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        _step(model, optimizer, x)
+        optimizer.zero_grad()
+    handle.sleep()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        _step(model, optimizer, x)
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _step(model, optimizer, x)
+    graph.replay()
+    torch.cuda.synchronize()
+    said = ""
+    try:
+        handle.sleep()
+    except RunError as error:
+        said = str(error)
+    graph.replay()
+    torch.cuda.synchronize()
+    asleep = handle.asleep
+    del graph
+    optimizer.zero_grad()
+    handle.remove()
+    return said, asleep
+
+
+def test_a_handle_with_a_captured_step_does_not_sleep(pool):
+    for said, asleep in pool.run(_sleeps_captured):
+        assert "captured CUDA graph" in said
+        assert "segment" in said
+        assert not asleep

@@ -184,9 +184,10 @@ class Handle(OfOneProcess):
         """Give the segments back to the driver until `wake`, or until the next step.
 
         Call it between steps, on all ranks. Parameters, gradients and the optimizer's state stay
-        where they are. Windows of NCCL and mappings of peers' memory go with the segments;
-        communicators for copy engines stay (about 10 MiB each), as do segments of NCCL on several
-        hosts, which torch cannot free. Without a plan, and while asleep, it does nothing.
+        where they are. Windows of NCCL and mappings of peers' memory go with the segments. What
+        CUDA and communicators set up with the first of them stays, and communicators for copy
+        engines do: 80 to 90 MiB. So do segments of NCCL on several hosts, which torch cannot free.
+        Without a plan, and while asleep, it does nothing.
 
         Raises:
             RunError: On some rank the segments are in use: by a graph that is still alive, a

@@ -7,7 +7,8 @@
     collective: one rendezvous for each segment and group. Nothing is recorded, measured or planned.
 
     The communicators for copy engines stay. Each is a process group of torch, whose name in the
-    store of the ranks another one would have again, with what is left there of the first.
+    store of the ranks another one would have again, with what is left there of the first. So does
+    what CUDA and the program's communicator have set up for the first registration.
 """
 
 from __future__ import annotations
