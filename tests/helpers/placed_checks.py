@@ -110,6 +110,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"]):
             session: The session.
             iteration: Runs one, with its `step`.
         """
+        session.wake()  # what is looked at is there
         frozen = session._frozen
         apart = set()
         at_waits = set()
