@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from symmplan.coordination.all_gather import all_gather_json
+from symmplan.coordination.world import current
 from symmplan.errors import OneProcessError, RunError
 from symmplan.report.format import size
 from symmplan.report.log import LOG
@@ -39,8 +40,8 @@ class OfOneProcess:
         return self
 
 
-def all_may_sleep(why: WhyNot, groups: Mapping[str, Any], timeout: float) -> None:
-    """See that all ranks can give their memory back.
+def all_may_sleep(why: WhyNot, groups: Mapping[str, Any], timeout: float) -> bool:
+    """See that all ranks can give their memory back; False in a simulated world, which has none.
 
     Args:
         why: Why this rank cannot; None if it can.
@@ -52,11 +53,14 @@ def all_may_sleep(why: WhyNot, groups: Mapping[str, Any], timeout: float) -> Non
 
     Collective: yes, over those groups.
     """
+    if current() is not None:
+        return False
     said = all_gather_json("sleep", dict.fromkeys(groups, why), groups, timeout)
     told = next((x for of in said.values() for x in of if x), None)
     if told is not None:
         what, got, fix = told
         raise RunError(what, expected="memory that nobody uses", got=got, fix=fix)
+    return True
 
 
 def tell(user: str, nbytes: int, *, asleep: bool) -> None:

@@ -295,6 +295,28 @@ class Preparation:
             raise
         return arena, arena.rendezvous - before
 
+    def obtain_together(
+        self,
+        plan: Plan,
+        device: torch.device,
+        groups: Mapping[str, Any],
+        meet: Callable[[Arena], object] = _nothing,
+        **more: str,
+    ) -> tuple[Arena, int] | None:
+        """`obtain` on all ranks or on none; None where there is a `refusal` then.
+
+        ``more`` are its other arguments. See [Note: together or not at all].
+
+        Collective: yes, over those groups.
+        """
+
+        def make() -> tuple[Arena, int] | None:
+            if self.refusal is not None:
+                return None
+            return self.obtain(plan, device, groups, meet, **more)
+
+        return self.attempt(make, groups, lambda made: made[0].give_back())
+
     def log(self, plan: Plan, algorithms: Iterable[str] = (), what: str = "") -> None:
         """Say what was planned; ``what`` if that is a part of the user's. Collective: no."""
         log_plan(what or self.user, plan, algorithms, beyond_segments()["beyond_segments"])

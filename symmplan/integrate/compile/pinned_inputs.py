@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from symmplan.capture.sites import Kept
     from symmplan.integrate.compile.places import Place, RunCopy
     from symmplan.integrate.compile.pool import Pool
-    from symmplan.memory import Arena
     from symmplan.model import Barrier, Plan, Problem
 
 
@@ -206,25 +205,14 @@ class PinnedInputs:
         self.plans[key] = final = _planned(plan.problem, new.values())
         self.pool.progress.gather({group: process_group})
 
-        preparation = self.pool.preparation
-
-        def make() -> Arena | None:
-            if preparation.refusal is not None:
-                return None
-            arena, rendezvous = preparation.obtain(
-                final,
-                self.device,
-                {group: process_group},
-                memory=self._memory,
-                user="pinned inputs",
-            )
-            self.pool.rendezvous += rendezvous
-            return arena
-
-        arena = preparation.attempt(make, {group: process_group}, lambda made: made.give_back())
-        if arena is None:
+        obtained = self.pool.preparation.obtain_together(
+            final, self.device, {group: process_group}, memory=self._memory, user="pinned inputs"
+        )
+        if obtained is None:
             self.plans.pop(key, None)
             return False
+        arena, rendezvous = obtained
+        self.pool.rendezvous += rendezvous
         made = self.pool.pin(arena, [i.buffer for i in new.values()], process_group)
         self._places.update(zip(new, made, strict=True))
         return True

@@ -302,7 +302,8 @@ class Pool:
             return False
         timeout = self.preparation.options.timeout
         why = (shared.why_awake() for shared in awake)
-        all_may_sleep(next(filter(None, why), None), groups, timeout)
+        if not all_may_sleep(next(filter(None, why), None), groups, timeout):
+            return False
         engines = {c10d.group_name(group): group for group in known_of(groups).values()}
         for device in dict.fromkeys(shared.device for shared in awake):
             synchronize(device)
@@ -317,18 +318,13 @@ class Pool:
 
         Collective: yes, over their groups.
         """
-        named, preparation, last = _named(shared), self.preparation, shared.arena
-
-        def again() -> tuple[Arena, int] | None:
-            if preparation.refusal is not None:
-                return None
-            return preparation.obtain(last.plan, shared.device, named, memory=last.memory)
-
-        made = preparation.attempt(again, named, lambda made: made[0].give_back())
+        named, last = _named(shared), shared.arena
+        given = last.plan, shared.device, named
+        made = self.preparation.obtain_together(*given, memory=last.memory)
         if made is None:
             return False
         shared.wake(made[0])
-        tell(preparation.user, made[0].segment_bytes, asleep=False)
+        tell(self.preparation.user, made[0].segment_bytes, asleep=False)
         self.rendezvous += made[1]
         if shared.engines:
             self.rendezvous += _meet_engines(shared, named)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from symmplan.capture.streams import DeviceStreams
     from symmplan.coordination.groups import Group
     from symmplan.memory import Arena
-    from symmplan.model import OpSpec, Plan
+    from symmplan.model import OpSpec
     from symmplan.runtime.options import Options
 
 #: More declared calls than an iteration has.
@@ -295,7 +295,8 @@ class IterationRecording:
             elements = {dtype: torch.empty((), dtype=dtype, device=device) for dtype in dtypes}
             how = (fitting.lowerings, chosen.placed, chosen.engines)
             program = place(captured, plan, *how, plan.barriers)
-        arena, rendezvous = self._obtain(plan, engines=bool(chosen.engines))
+        meet = register_known if chosen.engines else _nobody
+        arena, rendezvous = preparation.obtain(plan, device, groups, meet)
         return Frozen(
             program,
             arena,
@@ -307,17 +308,6 @@ class IterationRecording:
             preparation.reason,
         )
 
-    def _obtain(self, plan: Plan, *, engines: bool) -> tuple[Arena, int]:
-        """Memory for a plan, and how many rendezvous that took; ``engines`` as in `Frozen`."""
-
-        def meet_engines(arena: Arena) -> None:
-            if engines:
-                register_known(arena)
-
-        settings = self._settings
-        given = plan, settings.device, settings.process_groups, meet_engines
-        return self._preparation.obtain(*given)
-
     def obtain_again(self, frozen: Frozen) -> int | None:
         """Let a plan have memory again that was given back.
 
@@ -326,15 +316,10 @@ class IterationRecording:
 
         Collective: yes.
         """
-        preparation = self._preparation
-
-        def again() -> tuple[Arena, int] | None:
-            if preparation.refusal is not None:
-                return None
-            return self._obtain(frozen.plan, engines=frozen.engines)
-
-        groups = self._settings.process_groups
-        made = preparation.attempt(again, groups, lambda made: made[0].give_back())
+        settings, preparation = self._settings, self._preparation
+        meet = register_known if frozen.engines else _nobody
+        given = frozen.plan, settings.device, settings.process_groups, meet
+        made = preparation.obtain_together(*given)
         if made is None:
             return None
         frozen.schedule(made[0])
@@ -347,6 +332,10 @@ _COMPILED = (
     "code of torch makes it there: compile that with this call, by "
     'torch.compile(..., backend="symmplan")'
 )
+
+
+def _nobody(_: Arena) -> None:
+    """No copy engines meet the segments."""
 
 
 def _parts(call: Recorded) -> str | None:

@@ -32,7 +32,8 @@ def sleep(settings: Settings, frozen: Frozen, cursor: Cursor) -> None:
     Collective: yes.
     """
     groups, timeout = settings.process_groups, settings.options.timeout
-    all_may_sleep(_why_not(frozen, cursor), groups, timeout)
+    if not all_may_sleep(_why_not(frozen, cursor), groups, timeout):
+        return
     synchronize(settings.device)
     engines = {c10d.group_name(group): group for group in known_of(groups).values()}
     with counting("windows", settings.device):

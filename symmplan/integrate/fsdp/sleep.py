@@ -42,7 +42,8 @@ def sleep(runtime: Any) -> None:
     memory, planning = runtime.memory, runtime.planning
     if runtime.asleep or memory.arena is None:
         return
-    all_may_sleep(_why_not(runtime), memory.groups, runtime.options.timeout)
+    if not all_may_sleep(_why_not(runtime), memory.groups, runtime.options.timeout):
+        return
     nbytes = memory.segment_bytes
     runtime.recorder.release_all()
     planning.sleep()

@@ -238,7 +238,8 @@ class RowSlot:
         elif self._captured:
             name, segment = next(iter(self.arena.segments.items()))
             why = in_capture("experts", f"segment {name!r} at {segment.address:#x}")
-        all_may_sleep(why, groups, timeout)
+        if not all_may_sleep(why, groups, timeout):
+            return
         arena, self.arena = self._left(), None
         with counting("windows", self.device):
             give_back_together([arena], groups, timeout)
@@ -333,12 +334,7 @@ class RowSlot:
             if kernels:
                 self.kernels = DeviceRows(meeting, slot, signals, group, self.device, timeout)
 
-        def make() -> tuple[Arena, int] | None:
-            if preparation.refusal is not None:
-                return None
-            return preparation.obtain(plan, self.device, groups, meet)
-
-        made = preparation.attempt(make, groups, lambda made: made[0].give_back())
+        made = preparation.obtain_together(plan, self.device, groups, meet)
         if made is None:
             self.pushes = self.kernels = None
             return None
