@@ -10,7 +10,10 @@ import symmplan
 
 
 def test_what_was_left_counts_until_the_world_ends():
-    """Others may make their segments only then: FSDP2's, at the end of a recorded step."""
+    """Others may make their segments only then: FSDP2's, at the end of a recorded step.
+
+    What sleeps there gives nothing back.
+    """
     made = []
 
     def program():
@@ -18,10 +21,13 @@ def test_what_was_left_counts_until_the_world_ends():
             whole = torch.empty(4096)
             dist.all_gather_into_tensor(whole, torch.ones(512))
             session.step()
+            session.sleep()
             made.append(session)
         with symmplan.expert_parallel(max_tokens=8) as experts:
             routes = experts.routes([1] * 8)
             experts.dispatch(torch.ones(8, 16), routes)
+            experts.sleep()
+            assert not (session.asleep or experts.asleep)
             made.append(experts)
             plans.append(experts.plan)
 
