@@ -229,7 +229,7 @@ class _Device:
 
         live = {}
         for runtime in PROCESS.watchers:
-            log = runtime._recorder.log
+            log = runtime.recorder.log
             for what, index in [] if log is None or runtime.schedule else log.events:
                 if what == "begin":
                     live[index] = log.collectives[index].nbytes

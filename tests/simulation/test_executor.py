@@ -27,7 +27,8 @@ def test_what_was_left_counts_until_the_world_ends():
             routes = experts.routes([1] * 8)
             experts.dispatch(torch.ones(8, 16), routes)
             experts.sleep()
-            assert not (session.asleep or experts.asleep)
+            assert not session.asleep
+            assert not experts.asleep
             made.append(experts)
             plans.append(experts.plan)
 

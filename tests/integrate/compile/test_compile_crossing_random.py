@@ -43,7 +43,7 @@ def _compare(rank, world_size, training: Training, inner: str, debug: bool):
         held = [
             loan.place
             for shared in backend._pool._shared.values()
-            for loan in shared.by_place.values()
+            for loan in shared.crossings._leases.values()
             if loan.held
         ]
         torch.distributed.barrier()
