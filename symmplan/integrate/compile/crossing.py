@@ -168,7 +168,7 @@ class Crossings:
     _leases: dict[Placement, CrossingLease] = field(init=False, factory=dict)
 
     @property
-    def exist(self) -> bool:
+    def used(self) -> bool:
         """Whether a graph has had any."""
         return bool(self._leases)
 

@@ -170,7 +170,7 @@ class Shared:
 
     def _meet(self, plan: Plan) -> None:
         last = self._last or plan
-        shares = last is not plan or self.crossings.exist or self.is_tenant
+        shares = last is not plan or self.crossings.used or self.is_tenant
         if (last is not plan and self._is_unmet(last)) or (shares and self._is_unmet(plan)):
             self._barrier()
         self._last = plan

@@ -126,6 +126,27 @@ def test_rows_go_where_they_are_meant_to(pool, seeds, choose):
     assert choose == "ordinary" or any(count for count, _ in first)
 
 
+def _used(rank, world_size):
+    """An exchange is under way; or one rank has a captured graph. Then all of it can go."""
+    with symmplan.expert_parallel(max_tokens=8, timeout=30.0) as experts:
+        routes, rows = experts.routes([1] * world_size), torch.full((world_size, 4), float(rank))
+        pending = experts.dispatch(rows, routes, async_op=True)
+        with pytest.raises(RunError, match="while an exchange is under way"):
+            experts.sleep()
+        inside = pending.wait()
+        experts._slot._captured = rank == 0
+        with pytest.raises(RunError, match="a captured CUDA graph has addresses"):
+            experts.sleep()
+        experts._slot._captured = False
+        experts.sleep()
+        asleep = experts.asleep, experts.stats.segment_bytes
+        return asleep, torch.equal(experts.combine(inside, routes), rows), experts.asleep
+
+
+def test_experts_that_are_used_do_not_sleep(pool):
+    assert pool.run(_used) == [((True, 0), True, False)] * pool.world_size
+
+
 def _grows_on_one(rank, world_size):
     """Only what the last rank gets outgrows the plan; all ranks plan again, once."""
     import logging
