@@ -55,10 +55,11 @@ def all_may_sleep(why: WhyNot, groups: Mapping[str, Any], timeout: float) -> boo
     """
     if current() is not None:
         return False
-    said = all_gather_json("sleep", dict.fromkeys(groups, why), groups, timeout)
-    told = next((x for of in said.values() for x in of if x), None)
-    if told is not None:
-        what, got, fix = told
+    for _ in range(3):  # in a mesh a rank hears of others through its peers
+        said = all_gather_json("sleep", dict.fromkeys(groups, why), groups, timeout)
+        why = next((x for of in said.values() for x in of if x), None)
+    if why is not None:
+        what, got, fix = why
         raise RunError(what, expected="memory that nobody uses", got=got, fix=fix)
     return True
 

@@ -209,8 +209,8 @@ class Shared:
 
     def why_awake(self) -> WhyNot:
         """Why the segments cannot be given back now on this rank; None if they can."""
-        name, segment = next(iter(self.arena.segments.items()))
         if self._captured:
+            name, segment = next(iter(self.arena.segments.items()))
             return in_capture("backend", f"segment {name!r} at {segment.address:#x}")
         if self.lock.locked():
             what = "backend.sleep() was called while a compiled graph runs"

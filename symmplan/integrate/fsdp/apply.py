@@ -192,7 +192,7 @@ class Handle(OfOneProcess):
         Raises:
             RunError: On some rank the segments are in use: by a graph that is still alive, a
                 backward pass, a compiled graph, or a captured CUDA graph, which has addresses.
-                Raised on all ranks, and nothing has changed.
+                Raised on all ranks that gather or reduce together, and nothing has changed.
             ReleasedError: The handle was removed.
 
         Collective: yes, over all groups of the model.

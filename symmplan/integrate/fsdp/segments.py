@@ -367,10 +367,11 @@ class Memory:
         synchronize(self.device)
         engines = known_of(self.reached).values()
         groups = {**self.groups, **{c10d.group_name(group): group for group in engines}}
-        with counting("windows", self.device):
-            give_back_together([*self._arenas, *self._older], groups, self._options.timeout)
+        arenas = [*self._arenas, *self._older]
         self._arenas.clear()
         self._older.clear()
+        with counting("windows", self.device):
+            give_back_together(arenas, groups, self._options.timeout)
 
     def release(self) -> None:
         """Give the segments back. Tenants keep what they live in.

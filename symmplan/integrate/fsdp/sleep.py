@@ -46,9 +46,9 @@ def sleep(runtime: Any) -> None:
         return
     nbytes = memory.segment_bytes
     runtime.recorder.release_all()
+    runtime.asleep = True
     planning.sleep()
     runtime.recorder.rest()
-    runtime.asleep = True
     runtime.counts["sleeps"] += 1
     tell("FSDP2", nbytes, asleep=True)
 

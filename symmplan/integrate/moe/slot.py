@@ -240,11 +240,10 @@ class RowSlot:
             why = in_capture("experts", f"segment {name!r} at {segment.address:#x}")
         if not all_may_sleep(why, groups, timeout):
             return
-        arena, self.arena = self._left(), None
+        arena, self.arena, self.asleep = self._left(), None, True
         with counting("windows", self.device):
             give_back_together([arena], groups, timeout)
         self.counts["sleeps"] += 1
-        self.asleep = True
         tell(self.preparation.user, arena.segment_bytes, asleep=True)
 
     def wake(self) -> None:

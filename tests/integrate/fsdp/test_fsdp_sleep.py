@@ -11,8 +11,9 @@ import pytest
 import torch
 from doubles import on_devices, state
 from doubles.streams import capture
-from fsdp_models import Net, Trace, batch, differences, sgd, shard, train_step
+from fsdp_models import Net, Trace, batch, differences, mesh, sgd, shard, train_step
 from ranks import pool_of
+from torch.distributed.fsdp import fully_shard
 
 import symmplan
 from symmplan.device import device_of
@@ -21,7 +22,7 @@ from symmplan.memory.backends import shm
 
 pytestmark = pytest.mark.ranks
 
-two = pool_of(2, timeout=120)
+two, four = pool_of(2, timeout=120), pool_of(4, timeout=120)
 
 TURNS = 20
 SHARED = "/dev/shm"
@@ -208,6 +209,38 @@ def test_what_a_captured_graph_has_addresses_of_stays(two):
         assert not asleep
         assert "captured CUDA graph" in second
         assert address in second
+
+
+def _refused_in_a_mesh(rank, world):
+    """Rank 0 alone has a graph that is alive; rank 3 is in no group with it."""
+    whole = mesh(2, 2, names=("rows", "columns"))
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(2)))
+    for layer, name in zip(model, ("rows", "columns"), strict=True):
+        fully_shard(layer, mesh=whole[name])
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
+    for step in range(3):
+        model(batch(step, rank)).sum().backward()
+    kept = [model(batch(3, rank))]
+    if rank:
+        kept.clear()
+    said = ""
+    try:
+        handle.sleep()
+    except RunError as error:
+        said = str(error)
+    asleep = handle.asleep
+    kept.clear()
+    handle.sleep()
+    model(batch(4, rank)).sum().backward()
+    sleeps = handle.stats.sleeps
+    handle.remove()
+    return said, asleep, sleeps
+
+
+def test_all_ranks_of_a_mesh_hear_who_does_not_sleep(four):
+    results = four.run(_refused_in_a_mesh)
+    assert results == [(results[0][0], False, 1)] * 4
+    assert "are in use" in results[0][0]
 
 
 def _no_room(rank, world):
