@@ -76,8 +76,8 @@ def choose_algorithms(
         choose = "measure"  # a network may be as fast
     memory = memory or preparation.memory
     fixed = {call: Algorithm("ordinary", reason) for call, reason in left_out.items()}
-    known: dict[str, Any] = {"cases": cases}
-    known["why_demoted"] = NO_ROOM if options.capacity is None else DEMOTED
+    why_demoted = NO_ROOM if options.capacity is None else DEMOTED
+    known: dict[str, Any] = {"cases": cases, "why_demoted": why_demoted}
     if choose == "ordinary":
         algorithms = dict.fromkeys(cases, Algorithm("ordinary", "choose='ordinary'"))
         return Chosen({**fixed, **algorithms}, **known)
@@ -99,7 +99,7 @@ def choose_algorithms(
     if choose == "copy engine" and current() is None:
         near = (case for case in cases.values() if "two-level" not in case.algorithms)
         require(dict.fromkeys(case.group for case in near), engines, memory)
-    given = (options.table, memory, groups, engines, known["why_demoted"])
+    given = (options.table, memory, groups, engines, why_demoted)
     return chosen_among(cases, fixed, choose, *given)
 
 

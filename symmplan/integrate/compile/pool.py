@@ -21,14 +21,12 @@ from symmplan.integrate.compile.places import PinnedPart, Place
 from symmplan.integrate.compile.plans import group_names, structure_of
 from symmplan.integrate.compile.progress import Progress
 from symmplan.integrate.compile.turns import Shared, released
-from symmplan.memory.beyond import counting
-from symmplan.memory.cache import give_back_together
 from symmplan.memory.streams import synchronize
 from symmplan.place.engines import known_of, register
 from symmplan.planner.fingerprint import visible
 from symmplan.process import PROCESS
 from symmplan.report.log import LOG
-from symmplan.runtime.handles import all_may_sleep, tell
+from symmplan.runtime.sleep import all_may_sleep, give_back, tell
 from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
@@ -304,13 +302,9 @@ class Pool:
         why = (shared.why_awake() for shared in awake)
         if not all_may_sleep(next(filter(None, why), None), groups, timeout):
             return False
-        engines = {c10d.group_name(group): group for group in known_of(groups).values()}
         for device in dict.fromkeys(shared.device for shared in awake):
-            synchronize(device)
-        with counting("windows", awake[0].device):
-            arenas = [shared.leave_for_sleep() for shared in awake]
-            give_back_together(arenas, {**groups, **engines}, timeout)
-        tell(self.preparation.user, sum(arena.segment_bytes for arena in arenas), asleep=True)
+            arenas = [shared.leave_for_sleep() for shared in awake if shared.device == device]
+            give_back(self.preparation.user, arenas, groups, device, timeout)
         return True
 
     def wake(self, shared: Shared) -> bool:

@@ -38,8 +38,8 @@ from symmplan.integrate.compile.plans import is_unmet
 from symmplan.memory.held import keep
 from symmplan.memory.streams import synchronize
 from symmplan.place.engines import register_known
-from symmplan.runtime.handles import in_capture
 from symmplan.runtime.leases import Lease, Run
+from symmplan.runtime.sleep import in_capture
 from symmplan.runtime.tenants import ran, synchronizes_once
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.compile.progress import Progress
     from symmplan.memory.arena import Arena
     from symmplan.model import Placement, Plan
-    from symmplan.runtime.handles import WhyNot
+    from symmplan.runtime.sleep import WhyNot
 
 
 @define(eq=False)

@@ -10,7 +10,6 @@ from attrs import define, field
 
 from symmplan.device import kind_of
 from symmplan.integrate.eager.schedule import OTHER_SIZES
-from symmplan.memory.cache import give_back_together
 from symmplan.memory.streams import synchronize
 from symmplan.runtime.stats import Stats
 
@@ -117,12 +116,12 @@ class Frozen:
         times[OTHER_SIZES] = self._declines + sum(event.declines for event in self.events)
         return tuple((why, n) for why, n in times.most_common() if n > 0)
 
-    def sleep(self, groups: Mapping[str, Any], timeout: float) -> None:
-        """Give the memory back until the next call. Collective: yes, over ``groups``."""
+    def leave_for_sleep(self) -> Arena:
+        """The memory, in which nothing is expected any more until the next call. Collective: no."""
         self._declines += sum(event.declines for event in self.events)
         self.forget()
         self.asleep = True
-        give_back_together([self.arena], groups, timeout)
+        return self.arena
 
     def let_go(self, device: torch.device, *, failed: bool) -> None:
         """Give the memory back; ``failed`` if the session did. Collective: no."""

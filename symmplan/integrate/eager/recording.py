@@ -28,8 +28,8 @@ from symmplan.place.program import place
 from symmplan.registry import bind_arguments, spec_for
 from symmplan.report.log import LOG
 from symmplan.runtime.fitting import Fitting
-from symmplan.runtime.handles import tell
 from symmplan.runtime.prepare import Preparation
+from symmplan.runtime.sleep import tell
 from symmplan.runtime.stats import Copy
 from symmplan.torch_private.ops import OpOverload
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from symmplan.integrate.eager.schedule import let_go
-from symmplan.memory.beyond import counting
-from symmplan.memory.streams import synchronize
-from symmplan.place.engines import known_of
-from symmplan.runtime.handles import all_may_sleep, tell
-from symmplan.torch_private import c10d
+from symmplan.runtime.sleep import all_may_sleep, give_back
 
 if TYPE_CHECKING:
     from symmplan.integrate.eager.frozen import Frozen
     from symmplan.integrate.eager.kernels import Cursor
     from symmplan.integrate.eager.recording import Settings
-    from symmplan.runtime.handles import WhyNot
+    from symmplan.runtime.sleep import WhyNot
 
 
 def sleep(settings: Settings, frozen: Frozen, cursor: Cursor) -> None:
@@ -34,11 +30,8 @@ def sleep(settings: Settings, frozen: Frozen, cursor: Cursor) -> None:
     groups, timeout = settings.process_groups, settings.options.timeout
     if not all_may_sleep(_why_not(frozen, cursor), groups, timeout):
         return
-    synchronize(settings.device)
-    engines = {c10d.group_name(group): group for group in known_of(groups).values()}
-    with counting("windows", settings.device):
-        frozen.sleep({**groups, **engines}, timeout)
-    tell("eager session", frozen.arena.segment_bytes, asleep=True)
+    arenas = [frozen.leave_for_sleep()]
+    give_back("eager session", arenas, groups, settings.device, timeout)
 
 
 def _why_not(frozen: Frozen, cursor: Cursor) -> WhyNot:

@@ -27,14 +27,14 @@ from symmplan.integrate.fsdp.push import Pushes
 from symmplan.integrate.fsdp.sums import warm_up
 from symmplan.memory import agree
 from symmplan.memory.beyond import counting
-from symmplan.memory.cache import fits, give_back_together
+from symmplan.memory.cache import fits
 from symmplan.memory.held import bytes_beside
 from symmplan.memory.streams import synchronize
 from symmplan.place.engines import known_of, register
 from symmplan.runtime.leases import Lease, Ledger, in_use, set_aside
 from symmplan.runtime.prepare import Preparation
+from symmplan.runtime.sleep import give_back
 from symmplan.runtime.watching import Watching
-from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -364,14 +364,11 @@ class Memory:
         """
         self._views.clear()
         self._pushes.clear()
-        synchronize(self.device)
-        engines = known_of(self.reached).values()
-        groups = {**self.groups, **{c10d.group_name(group): group for group in engines}}
         arenas = [*self._arenas, *self._older]
         self._arenas.clear()
         self._older.clear()
-        with counting("windows", self.device):
-            give_back_together(arenas, groups, self._options.timeout)
+        given = self.groups, self.device, self._options.timeout
+        give_back(self.preparation.user, arenas, *given)
 
     def release(self) -> None:
         """Give the segments back. Tenants keep what they live in.

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.coordination.own import own_work
 from symmplan.errors import RunError
-from symmplan.runtime.handles import all_may_sleep, in_capture, tell
+from symmplan.runtime.sleep import all_may_sleep, in_capture, tell
 from symmplan.torch_private import autograd
 
 if TYPE_CHECKING:
     from symmplan.integrate.fsdp.segments import Memory
-    from symmplan.runtime.handles import WhyNot
+    from symmplan.runtime.sleep import WhyNot
 
 __all__ = ["sleep", "wake"]
 
@@ -44,13 +44,11 @@ def sleep(runtime: Any) -> None:
         return
     if not all_may_sleep(_why_not(runtime), memory.groups, runtime.options.timeout):
         return
-    nbytes = memory.segment_bytes
     runtime.recorder.release_all()
     runtime.asleep = True
     planning.sleep()
     runtime.recorder.rest()
     runtime.counts["sleeps"] += 1
-    tell("FSDP2", nbytes, asleep=True)
 
 
 @own_work
@@ -83,7 +81,7 @@ def wake(runtime: Any) -> None:
         runtime.schedule = made
     runtime.asleep = False
     runtime.begin_stretch()
-    tell("FSDP2", memory.segment_bytes, asleep=False)
+    tell(memory.preparation.user, memory.segment_bytes, asleep=False)
 
 
 def _why_not(runtime: Any) -> WhyNot:

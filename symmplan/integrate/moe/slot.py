@@ -27,8 +27,6 @@ from symmplan.integrate.moe.device_rows import DeviceRows, has_kernels, signals_
 from symmplan.integrate.moe.exchanges import RowPushes, plain
 from symmplan.integrate.moe.host_rows import HostRows
 from symmplan.integrate.moe.routes import PaddedRoutes, Routes
-from symmplan.memory.beyond import counting
-from symmplan.memory.cache import give_back_together
 from symmplan.memory.held import keep
 from symmplan.memory.kernels import as_bytes
 from symmplan.memory.meeting.topology import served
@@ -36,8 +34,8 @@ from symmplan.memory.streams import synchronize
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.report.log import LOG
 from symmplan.runtime.attempt import Refusal
-from symmplan.runtime.handles import all_may_sleep, in_capture, tell
 from symmplan.runtime.prepare import Preparation, checked_plan
+from symmplan.runtime.sleep import all_may_sleep, give_back, in_capture
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -46,8 +44,8 @@ if TYPE_CHECKING:
     from symmplan.errors import SymmplanError
     from symmplan.memory import Arena
     from symmplan.model import AlgorithmName, Plan
-    from symmplan.runtime.handles import WhyNot
     from symmplan.runtime.options import Options
+    from symmplan.runtime.sleep import WhyNot
 
 __all__ = ["RowSlot"]
 
@@ -241,10 +239,8 @@ class RowSlot:
         if not all_may_sleep(why, groups, timeout):
             return
         arena, self.arena, self.asleep = self._left(), None, True
-        with counting("windows", self.device):
-            give_back_together([arena], groups, timeout)
+        give_back(self.preparation.user, [arena], groups, self.device, timeout)
         self.counts["sleeps"] += 1
-        tell(self.preparation.user, arena.segment_bytes, asleep=True)
 
     def wake(self) -> None:
         """Have memory as before. Collective: yes, if it was given back."""
