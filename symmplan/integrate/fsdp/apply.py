@@ -186,7 +186,7 @@ class Handle(OfOneProcess):
         Call it between steps, on all ranks. Parameters, gradients and the optimizer's state stay
         where they are. Windows of NCCL and mappings of peers' memory go with the segments. What
         CUDA and communicators set up with the first of them stays, and communicators for copy
-        engines do: 80 to 90 MiB. So do segments of NCCL on several hosts, which torch cannot free.
+        engines do. So do segments of NCCL on several hosts, which torch cannot free.
         Without a plan, and while asleep, it does nothing.
 
         Raises:
