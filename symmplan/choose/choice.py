@@ -61,7 +61,7 @@ class Choice:
         seconds: ``{algorithm: time of the slowest rank}``, copies included. Large collectives are
             measured on a part, and the times are scaled.
         algorithm: The algorithm that was chosen: ``"ordinary"``, ``"symmetric"``,
-            ``"copy engine"``, ``"push"``, ``"two-level"`` or ``"pipelined"``.
+            ``"copy engine"``, ``"push"`` or ``"two-level"``.
         copied_in: Whether its inputs must be copied into placements.
         copied_out: Whether its results must be copied out of them.
         beside: Floating-point operations of the matrix products that overlap with it, as the next
@@ -98,9 +98,8 @@ class Choice:
             return SPLIT_WORDS
         copies = [w for w, b in (("in", self.copied_in), ("out", self.copied_out)) if b]
         under = f", copied {' and '.join(copies)}" if copies else ""
-        what = "a pipeline" if "pipelined" in self.seconds else "symmetric memory"
         return (
-            f"{what} was not clearly faster: {min(others) * 1e6:.0f} us{under}, "
+            f"symmetric memory was not clearly faster: {min(others) * 1e6:.0f} us{under}, "
             f"against {self.seconds['ordinary'] * 1e6:.0f} us in torch's own way"
         )
 
@@ -115,18 +114,11 @@ def fastest(seconds: Mapping[str, float], *, kernels: bool, beside: bool) -> Alg
         beside: Whether anything computes meanwhile.
     """
     inside: tuple[AlgorithmName, ...] = ("symmetric", "two-level")
-    last: tuple[AlgorithmName, ...] = (*inside, "pipelined")
-    algorithms: tuple[AlgorithmName, ...] = (
-        *inside,
-        "ordinary",
-        "push",
-        "copy engine",
-        "pipelined",
-    )
+    algorithms: tuple[AlgorithmName, ...] = (*inside, "ordinary", "push", "copy engine")
     if kernels:
-        algorithms = ("ordinary", "push", "copy engine", *last)
+        algorithms = ("ordinary", "push", "copy engine", *inside)
     if kernels and beside:
-        algorithms = ("push", "copy engine", "ordinary", *last)
+        algorithms = ("push", "copy engine", "ordinary", *inside)
     if kernels:
         seconds = {w: s + MEETING * (w != "ordinary") for w, s in seconds.items()}
     enough = min(seconds.values()) / ALIKE

@@ -41,7 +41,6 @@ _INSTEAD: Mapping[str, tuple[AlgorithmName, ...]] = {
     "push": ("push", "copy engine", "symmetric", "two-level"),
     "shared push": ("shared push", "copy engine", "symmetric", "two-level"),
     "two-level": ("two-level", "symmetric"),
-    "pipelined": ("pipelined", "copy engine", "symmetric", "two-level"),
 }
 
 

@@ -10,7 +10,7 @@ __all__ = ["DEFAULT_ALIGN", "PUSHES", "Algorithm", "AlgorithmName", "OpSpec", "R
 
 #: The algorithms of a collective, see `Algorithm`.
 AlgorithmName: TypeAlias = Literal[
-    "ordinary", "symmetric", "copy engine", "push", "shared push", "two-level", "pipelined"
+    "ordinary", "symmetric", "copy engine", "push", "shared push", "two-level"
 ]
 #: Those that copy a reduce-scatter's inputs into the peers' slots.
 PUSHES: tuple[AlgorithmName, ...] = ("push", "shared push")
@@ -31,8 +31,7 @@ class Algorithm:
             each group has two. ``"shared push"``: the same into bytes that others have before and
             after, so the ranks meet before they push. ``"two-level"``: over several hosts, in its
             placement; through the process group from host to host, and in symmetric memory within
-            each. ``"pipelined"``: of compiled graphs, in parts beside the products that need its
-            result or make its input; see `symmplan.integrate.compile.pipelining`.
+            each.
         reason: Why it stays in ordinary memory.
         fastest: Whether it stays there because no algorithm was measured to be faster.
     """

@@ -119,7 +119,6 @@ _SHM: Mapping[str, Lowering] = {
         broadcast_=_own("broadcast_out", "input", out="input"),
     ),
     f"{_INTO}.default": _own("all_to_all_single_out", "out", out="out", why_not=_PUSHES),
-    "symmplan::shift.default": _own("shift_out", "return", why_not=_PUSHES),
 }
 
 #: On devices over several hosts: see `symmplan.memory.ops.started`.
@@ -150,8 +149,6 @@ _C10D: Mapping[str, Lowering] = {
         broadcast_=_group("broadcast_", "input", out="input"),
     ),
     f"{_INTO}.default": Lowering(_INTO, ("input", "out"), out="out", equal=True, engine=True),
-    # Its input is read by a copy engine until the wait.
-    "symmplan::shift.default": Lowering("symmplan::shift_out", ("input", "return")),
 }
 
 _UNEQUAL = "its parts are not all of one size, and only such can be written where they are told"

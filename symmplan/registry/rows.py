@@ -214,13 +214,6 @@ COLLECTIVES: tuple[CatalogueRow, ...] = (
         synchronizes=False,
         note=f"c10d::alltoall_base_ of equal parts; {_PAIRWISE}",
     ),
-    _collective(
-        "symmplan::shift",
-        "shift",
-        "input return",
-        synchronizes=False,
-        note="part of a pipelined collective: each rank waits for one other rank",
-    ),
     CatalogueRow(
         "_dtensor::shard_dim_alltoall",
         _A2A,

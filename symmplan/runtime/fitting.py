@@ -21,7 +21,6 @@ from symmplan.coordination.groups import resolve_groups
 from symmplan.memory.meeting.topology import served
 from symmplan.place.algorithms import ONE_HOST
 from symmplan.planner.budget import Demotable, together, within
-from symmplan.registry.catalogue import collective_of
 from symmplan.runtime.measure import choose_algorithms
 
 if TYPE_CHECKING:
@@ -109,11 +108,7 @@ class Fitting:
         flat = {n for n, row in rows.items() if row is None or not row.two_levels}
         why |= dict.fromkeys(levels, ONE_HOST)
         apart = {n: why[g] for n, g in calls.items() if g in why and (g not in levels or n in flat)}
-        # A shift is a part of what was chosen as a whole.
-        fixed = {n for n in calls if collective_of(whole.specs[n].op) == "shift"}
-        several = {
-            n: row for n, row in rows.items() if row is not None and n not in (*apart, *fixed)
-        }
+        several = {n: row for n, row in rows.items() if row is not None and n not in apart}
         sizes = {n: g.size for n, g in groups.items()}
         cases = cases_of(whole, several, memory, sizes, levels)
         given = (cases, apart, self._device, self._preparation)

@@ -48,12 +48,11 @@ class Options:
             ``"copy engine"``: collectives that have it run without kernels where the memory backend
             has copy engines, the others in symmetric memory. ``"push"``: the same, but FSDP2's
             reduce-scatters are pushes of gradients into peers' memory; ``"shared push"``: into
-            bytes that others have before and after. ``"pipelined"``: as ``"copy engine"``, but
-            compiled graphs run collectives in parts beside products. ``"two-level"``: all in
-            symmetric memory; groups on several hosts have no other way there. ``"auto"``: measured
-            on devices and over several hosts, placed elsewhere, as shared memory between processes
-            is always faster. The path of a file that ends with ``.json``: as it was measured
-            elsewhere, see `symmplan.choose.tuning_table`; equal on all ranks.
+            bytes that others have before and after. ``"two-level"``: all in symmetric memory;
+            groups on several hosts have no other way there. ``"auto"``: measured on devices and
+            over several hosts, placed elsewhere, as shared memory between processes is always
+            faster. The path of a file that ends with ``.json``: as it was measured elsewhere, see
+            `symmplan.choose.tuning_table`; equal on all ranks.
         capacity: Bytes that all segments of a plan may take together on any rank, as a number or as
             text such as ``"40GiB"``; the least of what the ranks were given counts. None for what
             the program has without symmplan, less a tenth; see [Note: what the program had] in

@@ -75,7 +75,6 @@ def test_a_device_is_measured_and_shared_memory_is_not():
         "push": ("push", "push"),
         "shared push": ("shared push", "shared push"),
         "two-level": ("two-level", "two-level"),
-        "pipelined": ("pipelined", "pipelined"),
     }
 
 

@@ -13,7 +13,6 @@ import torch
 from doubles import installed, on_devices, state
 from fsdp_models import Net, batch, both, shard
 from fsdp_models import mesh as mesh_of
-from parallel_blocks import blocks, shards, trained
 from paths import TESTS
 from ranks import pool_of
 
@@ -290,26 +289,6 @@ def test_each_algorithm_is_measured(pair, memory):
     by_op = {op.removesuffix(".default"): algorithms for op, *algorithms in timed}
     assert by_op["all_gather_into_tensor"] == [*engines, "ordinary", "symmetric"]
     assert by_op["reduce_scatter_tensor"] == ["ordinary", "symmetric"]
-
-
-def _pipelined(rank, world, memory):
-    torch._dynamo.reset()
-    model = blocks(mesh_of(world), 0, layers=1)
-    backend = symmplan.backend(inner="eager", memory=memory, choose="pipelined", timeout=60.0)
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    for step in range(3):
-        x = shards(rank, world, 0, step)
-        expected = trained(model, model, x)  # sums of products, in another order
-        torch.testing.assert_close(trained(model, compiled, x), expected, rtol=1e-4, atol=1e-5)
-    ops = [site.op for plan in backend.plans for site in plan.problem.operations]
-    backend.release()
-    return sum("shift" in op for op in ops), state().refused
-
-
-@pytest.mark.further
-@pytest.mark.parametrize("memory", ["nccl", "cuda"])
-def test_pipelined_blocks(pair, memory):
-    assert pair.run(on_devices, _pipelined, memory) == [(4, [])] * 2
 
 
 # Experts.

@@ -90,8 +90,6 @@ _COLLECTIVES = {
     f"{_S}all_reduce_out": _Form("all_reduce", "out", shm=True),
     f"{_S}broadcast_out": _Form("broadcast", "out", shm=True),
     f"{_S}all_to_all_single_out": _Form("all_to_all", "out", shm=True),
-    f"{_S}shift": _Form("shift"),
-    f"{_S}shift_out": _Form("shift", "out", shm=True),
 }
 
 _COPIES = frozenset({"aten::copy_", "aten::clone", "aten::_to_copy"})
@@ -233,21 +231,12 @@ class _Reader(fx.Interpreter):
             self._custom(self.ops[name], given, result)
         elif name in _COLLECTIVES:
             form = _COLLECTIVES[name]
-            if name == f"{_S}shift_out" and self._is_awaited():
-                form = _Form("shift", "out")  # of a device
             if form.result != "return" and result is not None:
                 result = given[form.result]  # not all fake forms give back what they were given
             self._collective(form, given, result)
         elif name != f"{_S}fence_":
             self._local(target, given, result)
         return result
-
-    def _is_awaited(self) -> bool:
-        """Whether somebody waits for what the node writes."""
-        assert self.node is not None
-        out: Any = self.node.kwargs["out"]
-        wait = torch.ops._c10d_functional.wait_tensor.default
-        return any(user.target is wait for user in out.users)
 
     def _operand(self, name: str, tensor: torch.Tensor) -> str:
         """A buffer for the words of a tensor, in the order of its elements."""

@@ -101,31 +101,3 @@ def test_pinned_inputs_have_no_addresses_to_look_at(memory):
     plans = symmplan.simulate(_pinning, ranks=4, memory=memory).plans
     assert [b.persistent for b in plans[-1].problem.buffers] == [True]
     assert plans[-1].peak_bytes == 32 * 32 * 4
-
-
-def _pipelined(choose):
-    name, size = dist.group.WORLD.group_name, dist.get_world_size()
-    ops = torch.ops._c10d_functional
-
-    def model(x, weight):
-        whole = ops.wait_tensor(ops.all_gather_into_tensor(x, size, name))
-        hidden = (whole @ weight).relu()
-        return ops.wait_tensor(ops.reduce_scatter_tensor(hidden @ weight, "sum", size, name))
-
-    backend = symmplan.backend(inner="eager", choose=choose)
-    compiled = torch.compile(model, backend=backend)
-    with torch.no_grad():
-        for _ in range(3):
-            compiled(torch.randn(16, 32), torch.randn(32, 32))
-
-
-@pytest.mark.parametrize("memory", MEMORIES)
-def test_a_pipeline_is_simulated_with_its_shifts(memory):
-    """Without a measurement nothing is pipelined unless that is asked for."""
-    shifts = []
-    for choose in ("auto", "pipelined"):
-        torch._dynamo.reset()
-        report = symmplan.simulate(lambda c=choose: _pipelined(c), ranks=4, memory=memory)
-        operations = [o.op for plan in report.plans for o in plan.problem.operations]
-        shifts.append(sum(op.startswith("symmplan::shift") for op in operations))
-    assert shifts == [0, 3]

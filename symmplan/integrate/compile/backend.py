@@ -304,10 +304,9 @@ def backend(
             and size of collective is timed by each algorithm when it is first compiled, and stays
             ordinary if symmetric memory is not clearly faster. ``"copy engine"``: copy engines run
             all-gathers, without kernels, over communicators of their own (``memory="nccl"``).
-            ``"pipelined"``: the same, and gathers before products and scatters behind them run in
-            parts beside those. ``"ordinary"``: only ops that need symmetric memory are planned.
-            ``"auto"``: measured on devices, placed elsewhere. The path of a ``.json`` file: as
-            measured elsewhere, see `symmplan.simulate`.
+            ``"ordinary"``: only ops that need symmetric memory are planned. ``"auto"``: measured on
+            devices, placed elsewhere. The path of a ``.json`` file: as measured elsewhere, see
+            `symmplan.simulate`.
         capacity: Most bytes that the segments may take on any rank, as a number or as text such as
             ``"40GiB"``. All ranks use the smallest value of any rank. None for what is free when a
             graph of some groups is first compiled, less a tenth. If the plan needs more, inputs

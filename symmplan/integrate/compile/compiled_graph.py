@@ -33,7 +33,6 @@ from symmplan.integrate.compile.parts import (
     protect,
 )
 from symmplan.integrate.compile.pinned_inputs import PinnedInputs
-from symmplan.integrate.compile.pipelining import as_exchanges, pipeline
 from symmplan.integrate.compile.plans import structure_of
 from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.integrate.compile.undeclared import tell_undeclared
@@ -152,9 +151,7 @@ class CompiledGraph:
         Where ``fixed``, what its forward saved must have the same addresses in each run.
         """
         with self.record.timed():
-            part = self._rewrite(module, name, fake_mode, fixed=fixed)
-            as_exchanges(module)
-        return part
+            return self._rewrite(module, name, fake_mode, fixed=fixed)
 
     def _rewrite(
         self, module: fx.GraphModule, name: PartName, fake_mode: Any, *, fixed: bool
@@ -163,7 +160,7 @@ class CompiledGraph:
         tell_undeclared(module)
         if not self.declares(module):
             return None
-        fitting, room, all_to_alls = self._capture(module, name, fake_mode, saved, given)
+        fitting, room, all_to_alls = self._capture(module, name, saved, given)
         captured = fitting.captured
         if not captured.sites and not captured.problem.unplanned:
             return None
@@ -198,7 +195,6 @@ class CompiledGraph:
         self,
         module: fx.GraphModule,
         name: PartName,
-        fake_mode: Any,
         saved: Sequence[int],
         given: dict[str, Buffer],
     ) -> tuple[Fitting, int | None, AllToAlls]:
@@ -217,9 +213,6 @@ class CompiledGraph:
             refused = {**refused, **all_to_alls.uneven(lowerings)}
         asked: list[str] = []
         gather = functools.partial(self.pool.progress.gather, asked=asked)
-        self.record.choices += pipeline(
-            module, names, lowerings.memory, self.device, preparation, fake_mode, gather
-        )
         other = writes_inductor if self.settings.inner == "inductor" else writes_eager
         capture = functools.partial(
             capture_fx,

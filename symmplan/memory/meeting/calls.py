@@ -36,7 +36,6 @@ OPS = (
     "all_to_all_single_out",
     "broadcast_out",
     "all_gather_parts_",
-    "shift_out",
 )
 #: Those that run over several hosts, too, see `symmplan.memory.ops.two_levels`; and what starts
 #: them on a stream of its own, see `symmplan.memory.ops.started`.

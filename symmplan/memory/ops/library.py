@@ -1,7 +1,5 @@
 """The torch library ``symmplan``: the ops of `symmplan.memory` as ``torch.ops.symmplan.*``."""
 
-# ruff: noqa: A002 (`input` is what torch calls it)
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,6 @@ from symmplan.memory.ops.one_sided import (
     broadcast_out,
     reduce_scatter_out,
 )
-from symmplan.memory.ops.shift import shift, shift_out
 from symmplan.memory.ops.started import all_gather_start, all_reduce_start, reduce_scatter_start
 from symmplan.torch_private import works
 
@@ -43,7 +40,6 @@ _SCHEMAS: dict[Callable[..., Run], str] = {
     all_gather_parts_: "Tensor(a!) whole, int[] offsets, int[] nbytes, int group_size, "
     "str group_name",
     barrier_: "Tensor(a!) segment, str group_name",
-    shift_out: "Tensor input, int distance, int group_size, str group_name, *, Tensor(a!) out",
     all_to_all_single_into: f"Tensor input, {_SPLITS}, str group_name, *, Tensor(a!) out",
     all_gather_start: _GATHER,
     reduce_scatter_start: _SCATTER,
@@ -81,20 +77,4 @@ def _register() -> None:
         torch.library.register_fake(f"symmplan::{name}", _fake, lib=_LIBRARY)
 
 
-def _register_shift() -> None:
-    """The one that makes its result: see `symmplan.memory.ops.shift`."""
-    _LIBRARY.define(
-        "shift(Tensor input, int distance, int group_size, str group_name) -> Tensor",
-        tags=(torch.Tag.pt2_compliant_tag,),
-    )
-    _LIBRARY.impl("shift", shift, "CompositeExplicitAutograd")
-    torch.library.register_fake("symmplan::shift", _like, lib=_LIBRARY)
-
-
-def _like(input: torch.Tensor, *_: object) -> torch.Tensor:
-    """A result of the input's shape."""
-    return torch.empty_like(input, memory_format=torch.contiguous_format)
-
-
 _register()
-_register_shift()

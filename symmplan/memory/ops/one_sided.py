@@ -15,7 +15,6 @@ autograd formula, because they run below autograd.
 | ``all_reduce_out`` | ``input``, ``out`` (may be the same) | all pull; large, in place: push too |
 | ``all_to_all_single_out`` | ``out`` | every rank pushes |
 | ``broadcast_out`` | ``out`` | the source pushes |
-| ``shift_out`` | ``out`` | every rank pushes, to one |
 | ``barrier_`` | ``segment`` | nobody |
 
 Over a group on several hosts the first four run in two levels: `symmplan.memory.ops.two_levels`.

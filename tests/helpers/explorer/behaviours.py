@@ -233,14 +233,6 @@ def _all_to_all(parts: CallParts) -> Iterator[_Sum]:
             yield from _each(slot, _slots(parts.own(parts.call.reads, giver), size)[i])
 
 
-def _shift(parts: CallParts) -> Iterator[_Sum]:
-    """``shift``: each rank gets the input of the one so many places before."""
-    for i, rank in enumerate(parts.ranks):
-        giver = parts.ranks[(i - parts.call.root) % len(parts.ranks)]
-        targets = parts.own(parts.call.writes, rank)
-        yield from _each(targets, parts.own(parts.call.reads, giver))
-
-
 def _broadcast(parts: CallParts) -> Iterator[_Sum]:
     """``broadcast_``: the root's bytes into everybody's."""
     (root,) = parts.givers
@@ -376,7 +368,6 @@ BEHAVIOURS: Mapping[str, Behaviour] = {
     "read_write_next": Behaviour(lambda parts: _write_next(parts, _read_all(parts))),
     "all_gather": _collective(_all_gather, "wire", "push", "pull"),
     "all_to_all": _collective(_all_to_all, "wire", "push", "pull"),
-    "shift": _collective(_shift, "wire", "push", "pull"),
     "broadcast": _collective(_broadcast, "wire", "push", "pull"),
     "all_reduce": _collective(_all_reduce, "wire", "push", "pull", "copy"),
     "reduce_scatter": _collective(_reduce_scatter, "wire", "pull", "copy"),

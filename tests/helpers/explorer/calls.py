@@ -39,7 +39,7 @@ class TinyCall:
         name: Unique in its program.
         kind: ``"local"`` or ``"copy"``; one-sided, ``"read"``, ``"push"``, ``"push_next"``,
             ``"read_write"`` or ``"read_write_next"``; ``"all_gather"``, ``"all_to_all"``,
-            ``"broadcast"``, ``"shift"``, ``"all_reduce"`` or ``"reduce_scatter"``; ``"wait"``; or
+            ``"broadcast"``, ``"all_reduce"`` or ``"reduce_scatter"``; ``"wait"``; or
             ``"barrier"``, at which the ranks of the group meet.
         reads: Names of the buffers that it is given to read, in one string or a tuple.
         writes: Names of the buffers that it is given to write.
@@ -49,7 +49,7 @@ class TinyCall:
         asynchronous: It only starts here; a call of kind ``"wait"`` ends it.
         of: For ``"wait"``: the call that ends here.
         transport: How a collective moves bytes: ``"wire"``, ``"push"``, ``"pull"`` or ``"copy"``.
-        root: Where a broadcast comes from, as a rank of the group; how many places a shift goes.
+        root: Where a broadcast comes from, as a rank of the group.
         empty: Pairs (from, to) of ranks of the group between which an all-to-all moves nothing.
         early: It reads its own inputs before it meets anybody, whatever ``handshake`` says.
         late: It writes its own results after it met everybody, whatever ``release`` says.
