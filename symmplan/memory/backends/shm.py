@@ -197,6 +197,7 @@ class ShmBackend:
 
         Raises:
             OSError: The peer's file cannot be opened without a name.
+            BackendError: It cannot be opened by its name either.
         """
         key = (offer.file.device, offer.file.inode)
         if rank == group.rank:
@@ -206,10 +207,15 @@ class ShmBackend:
             return
         try:
             fd = open_peer(offer.file)
-        except OSError as error:
+        except (OSError, BackendError) as error:
             if is_gone(offer.process):
                 when = "during the rendezvous"
                 raise group.ended(rank, offer.process.pid, when) from None
+            if isinstance(error, BackendError):
+                if offer.file.name:
+                    raise
+                # A rank that gave up has closed its descriptor, and may have reused the number.
+                raise FileNotFoundError(error.what) from error
             if not offer.file.name:  # there is another way
                 raise
             raise BackendError(

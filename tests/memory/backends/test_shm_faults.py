@@ -14,6 +14,7 @@ import pytest
 from memory_plans import hand_made
 from ranks import RankPool, pool_of
 
+from symmplan.errors import BackendError
 from symmplan.memory.backends import shm_file
 
 pytestmark = pytest.mark.ranks
@@ -59,11 +60,13 @@ def churn(rank, world, by_name):
                 torch.ops.symmplan.all_reduce_out(out, "max", "default", out=out)
 
 
-def refuse_descriptors():
-    """Pretend that peers may not open each other's descriptors."""
+def refuse_descriptors(reused=False):
+    """Pretend that peers may not open each other's descriptors, or find other files there."""
     from symmplan.memory.backends import shm
 
     def open_peer(file):
+        if not file.name and reused:
+            raise BackendError("the number is another file's")
         if not file.name:
             raise PermissionError(13, "refused for the test")
         return shm_file.open_peer(file)
@@ -71,13 +74,13 @@ def refuse_descriptors():
     shm.open_peer = open_peer
 
 
-def by_name(rank, world):
+def by_name(rank, world, reused):
     import torch
 
     from symmplan.memory import realize
     from symmplan.memory.backends import shm
 
-    refuse_descriptors()
+    refuse_descriptors(reused)
     try:
         with realize(hand_made({"x": 4096}), memory="shm", timeout=TIMEOUT) as arena:
             x = arena.tensor("x", torch.int64)
@@ -295,8 +298,9 @@ def test_killed_inside_a_collective():
 pool = pool_of(2)
 
 
-def test_peers_that_may_not_open_descriptors_use_names_for_a_moment(pool):
-    assert pool.run(by_name) == [(0, 1, []), (0, 1, [])]
+@pytest.mark.parametrize("reused", [False, True])
+def test_peers_that_cannot_open_descriptors_use_names_for_a_moment(pool, reused):
+    assert pool.run(by_name, reused) == [(0, 1, []), (0, 1, [])]
 
 
 def test_a_rank_that_does_not_arrive(pool):
