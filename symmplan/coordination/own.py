@@ -19,21 +19,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_Act = TypeVar("_Act", bound="Callable[..., Any]")
+
 __all__ = ["at_drop", "end_dropped", "in_own_work", "own_work"]
 
 _LOG = logging.getLogger("symmplan")
 
 
-class _OwnWork(contextlib.ContextDecorator):
+class _OwnWork:
     """A context manager and a decorator; may be nested."""
 
     def __enter__(self) -> None:
@@ -43,6 +46,14 @@ class _OwnWork(contextlib.ContextDecorator):
         PROCESS.thread.own_work -= 1
         if PROCESS.dropped:
             end_dropped()
+
+    def __call__(self, act: _Act) -> _Act:
+        @functools.wraps(act)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return act(*args, **kwargs)
+
+        return cast("_Act", inside)
 
 
 #: ``with own_work:`` or ``@own_work``. See [Note: own work].

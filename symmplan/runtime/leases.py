@@ -106,7 +106,8 @@ class Lease:
 
     def wait(self) -> None:
         """Let the current stream wait for all that happened to the bytes."""
-        wait_for(self._marks)
+        if self._marks:
+            wait_for(self._marks)
 
 
 @define(eq=False)

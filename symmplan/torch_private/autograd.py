@@ -11,9 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+#: The number of the backward pass that runs in this thread, `NO_TASK` if none does. Asked in each
+#: of FSDP2's collectives, so it makes no Python call.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+NO_TASK = -1
+
+
 def in_backward() -> bool:
     """Whether autograd runs in this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != NO_TASK
 
 
 def keeps_graph() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -100,25 +101,32 @@ def keep_after_forward(group: Any) -> Callable[[], None]:
     return undo
 
 
+# Of parameters; each reduction asks for all, and so makes no Python calls.
+_own_dtype, _sharded_parameter = attrgetter("sharded_grad_dtype"), attrgetter("sharded_param")
+_requires_grad, _grad_dtype = attrgetter("requires_grad"), attrgetter("grad_dtype")
+
+
 def dtype_of_gradients(group: Any) -> Any:
     """The type of a parameter group's sharded gradients, if nothing else is done to its sums.
 
     None if FSDP2 reduces them further, gives them to a hook, divides them, casts them to what a
     parameter asks for, or does not say.
     """
+    parameters = group.fsdp_params
     dtype = getattr(group, "_orig_dtype", None)
     # In newer torch (2.15) a group's parameters may differ in that, and each says its own.
-    dtypes = {getattr(p, "sharded_grad_dtype", dtype) for p in group.fsdp_params}
-    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    if hasattr(parameters[0], "sharded_grad_dtype"):
+        dtypes = set(map(_own_dtype, parameters))
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
     if (
         getattr(group, "_is_hsdp", True)
         or getattr(group, "_all_reduce_hook", True)
         or getattr(group, "force_sum_reduction_for_comms", True)
     ):
         return None
-    weights = [p.sharded_param for p in group.fsdp_params]
-    asked = {getattr(w, "grad_dtype", dtype) for w in weights if w.requires_grad}
-    return dtype if asked <= {dtype} else None
+    weights = list(filter(_requires_grad, map(_sharded_parameter, parameters)))
+    asked = set(map(_grad_dtype, weights)) if weights and hasattr(weights[0], "grad_dtype") else ()
+    return dtype if {dtype}.issuperset(asked) else None
 
 
 def gradients_at(group: Any, numel: int, dtype: Any) -> Any:

@@ -99,8 +99,9 @@ def gather_streams(group: Any, *, async_op: bool) -> tuple[Any, Any]:
 
 
 def has_unsharded(group: Any) -> None:
-    """FSDP2 takes the parameters of a group for gathered from now on."""
+    """FSDP2 takes the parameters of a group for gathered from now on, and waits for no gather."""
     group._to_unsharded()
+    group._all_gather_result = None
 
 
 def release_gather(group: Any) -> None:
@@ -131,6 +132,9 @@ def reshards_elsewhere(group: Any) -> bool:
 # Parameters.
 
 
+_sharded_data: Callable[[Any], torch.Tensor] = attrgetter("_sharded_param_data")
+
+
 def shard_of(parameter: Any) -> torch.Tensor:
     """This rank's part of a parameter, flat and padded."""
     shard: torch.Tensor = parameter._sharded_param_data
@@ -139,7 +143,7 @@ def shard_of(parameter: Any) -> torch.Tensor:
 
 def flat_shards(group: Any) -> list[torch.Tensor]:
     """`shard_of` all parameters of a group, in one call: it is asked for in each gather."""
-    return [parameter._sharded_param_data for parameter in group.fsdp_params]
+    return list(map(_sharded_data, group.fsdp_params))
 
 
 def has_own_gather(parameter: Any) -> bool:

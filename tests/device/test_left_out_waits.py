@@ -33,7 +33,7 @@ WAITS = {
     "placed": {"zero_copy._fill", "zero_copy._receive", "leases.wait"},
     "push": {
         *("zero_copy._fill", "zero_copy._receive", "leases.wait"),
-        *("push.send", "push._aside"),
+        *("push.send", "push._pushed"),
     },
 }
 WAITS["shared push"] = WAITS["push"]

@@ -53,19 +53,21 @@ ASKED = {
     "meet": "a step of that",
     "prepare": "a step of that",
     "can_move": "asks all ranks whether parameters can move",
-    "_everywhere": "asks all ranks",
+    "everywhere": "asks all ranks",
     "_all_fit": "asks all ranks, which meet",
 }
 #: Why a name is the same on all ranks. An attribute goes by its class if that is `self`'s, else by
 #: the name that it is reached by, and by the text that indexes it.
 AGREED = {
     "the plan, and what was agreed with it": """
-        .view _pushes.values _arenas.memory _arenas.segments _places.get _views.get algorithm.reason
+        .view options.timeout _pushes.values _arenas.memory _arenas.segments _places.get _views.get
+        algorithm.reason
         BACKENDS.collectives bisect_left c.carried engines.get groups.rank
         layout.counts Layout.counts layout.offsets layout.parts Memory._arenas
         Memory._pushes Memory.groups other.begin other.end other.storage p
         ParameterStorage._one_sided ParameterStorage._outputs ParameterStorage._run
-        ParameterStorage.begin ParameterStorage.end place.end place.offset place.segment
+        ParameterStorage.begin ParameterStorage.end storage.begin storage.end
+        place.end place.offset place.segment
         PlannedAllGather._plain PlannedReduceScatter._plain planning.live
         planning.unshards Pushes Pushes._peers Runtime.asleep Runtime.counts.replans _runtime.idle
         Runtime.idle Runtime.memory Runtime.schedule Schedule._bounds
@@ -77,23 +79,26 @@ AGREED = {
         ZeroCopyUnshard._kept ZeroCopyUnshard.layout ZeroCopyUnshard.site ZeroCopyUnshard.storage
     """,
     "types and sizes of parameters, and of what their own tensors give to a gather": """
-        .itemsize fsdp2_in_place.has_own_gather fsdp2_in_place.outputs_of group_of.size
+        .itemsize _dtype_of _shape_of fsdp2_in_place.has_own_gather
+        fsdp2_in_place.outputs_of group_of.size
         layout.dtypes Layout.dtypes Layout.ranks parameter.orig_dtype
         parameter.param_dtype torch.uint8
     """,
     "the program's calls, and what was counted of them": """
         .dtype .element_size .numel .shape _keys.get _ends.before _ends.trained _Planned._kind
         _Planned._plain_buffer _Planned._site recorder.log _unsharded.pop
-        _unsharded.values again async_op autograd.in_backward c.buffer c10d.group_name
+        _unsharded.values again async_op autograd.graph_task autograd.in_backward c.buffer
+        c10d.group_name
         factor_of g.to gathers input_tensor Key key.kind log.ran math.prod
         memory.captured op output_tensor PlannedAllGather._site PlannedAllGather._slot
         PlannedReduceScatter._plain_buffer PlannedReduceScatter._site
         PlannedReduceScatter._slot Pushes._last Pushes.unmet pushes.unmet Runtime._arrived
-        note _calls.get Runtime._lacking Runtime._modules Runtime._tries Runtime._waiting scatters
+        note _calls.get Runtime._lacking Runtime._modules Runtime._tries Runtime._waiting
+        scatters
         Schedule._next slot.base slot.flat slot.log slot.served str.removeprefix target
     """,
     "FSDP2's own state, which its calls alone change": """
-        Asked asked.shards fsdp2_in_place.group_of
+        Asked asked.shards torch.is_grad_enabled fsdp2_in_place.group_of
         fsdp2_in_place.flat_shards fsdp2_in_place.result_of fsdp2_in_place.shard_of
         fsdp2_in_place.state_name Gathered group.fsdp_params group.is_sharded
         group.is_unsharded group.unshard_in_backward PlannedReduceScatter._group
@@ -147,6 +152,8 @@ LOCAL = {
     "new_empty": {"otherwise": "the same"},
     "dtype_of_gradients": {"allocate": "the type in which sums are written"},
     "checking": {"runs_plainly": "the same collective, observed or not"},
+    "PROCESS.launched": dict.fromkeys(("open", "_fill"), "the same"),
+    "_late": {"act": "copies: who has the bytes has them again afterwards"},
     "looks": dict.fromkeys(("arrive", "open", "to_sharded"), "writes down what the device has"),
     "is_capturing": {"arrive": "raises, or plans later"},
     "exc_info": {"remove": "an error has ended the step; peers' gathers time out"},
@@ -375,7 +382,7 @@ def test_the_tables_have_nothing_else():
     [
         (
             "integrate/fsdp/zero_copy.py",
-            "        self._runtime.arrive(key, group.device, outside=self.outside)\n",
+            "        self._runtime.arrive(key, group.device, outside=outside)\n",
             "        if self.parameters[0].sharded_param._version == 1:\n            return\n",
             "sharded_param._version",
         ),

@@ -73,7 +73,7 @@ class _Planned:
 
     def _key(self, size: tuple[int, ...], dtype: torch.dtype) -> Key:
         """By what the next collective is recognised."""
-        backward = autograd.in_backward()
+        backward = autograd.graph_task() != autograd.NO_TASK
         key = self._keys.get((size, dtype, backward))
         if key is None:
             numel, name = math.prod(map(int, size)), str(dtype).removeprefix("torch.")

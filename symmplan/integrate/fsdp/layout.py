@@ -52,6 +52,7 @@ class Asked(Gathered):
         shards: The shards as they were when FSDP2 asked.
         copied: What has happened when these are there; None on the CPU.
         crowding: Names of the modules that had its bytes then.
+        outside: Whether the program asked outside of its training passes.
     """
 
     key: Key = field(kw_only=True)
@@ -59,6 +60,7 @@ class Asked(Gathered):
     shards: Sequence[torch.Tensor] = field(kw_only=True)
     copied: Any = field(kw_only=True)
     crowding: Sequence[str] = field(kw_only=True)
+    outside: bool = field(kw_only=True)
 
 
 @frozen

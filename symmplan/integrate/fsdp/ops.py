@@ -189,8 +189,9 @@ def exchanges(
 
 def factor_of(op: Any, ranks: int) -> float | None:
     """The factor by which a reduction multiplies a sum; None if it is no such sum."""
-    factor = c10d.premul_factor(op)
-    return {"sum": 1.0, "avg": 1 / ranks}.get(_reduction(op) or "") if factor is None else factor
+    if op == dist.ReduceOp.AVG:
+        return 1 / ranks
+    return 1.0 if op == dist.ReduceOp.SUM else c10d.premul_factor(op)
 
 
 def _reduction(op: Any) -> str | None:

@@ -76,6 +76,7 @@ class ParameterStorage:
         self.begin, self.end = begin, begin + layout.nbytes
         self.bound = False
         self.bytes = bytes_
+        self._has_addresses = False
         self._site = site
         self._group = group
         name = c10d.group_name(group)
@@ -90,7 +91,6 @@ class ParameterStorage:
         # The same bytes as storages of their own, with versions of their own: autograd must not
         # take a gather for a change of the parameter.
         self._storages: list[torch.Tensor] = []
-        self._has_addresses = False
         # A copy of the bytes, while others have them.
         self._copy: torch.Tensor | None = None
         for offset, dtype, count in zip(layout.offsets, layout.dtypes, layout.counts, strict=True):
@@ -116,11 +116,6 @@ class ParameterStorage:
     def overlaps(self, other: ParameterStorage) -> bool:
         """Whether both have some of the same bytes."""
         return self.begin < other.end and other.begin < self.end and self.users == other.users
-
-    def give_room(self) -> bool:
-        """Let whoever can leave these bytes, on this rank; whether they are free then."""
-        _, stay = self.users.give_room(self.begin, self.end)
-        return not stay
 
     def fill(self, shards: Sequence[torch.Tensor]) -> None:
         """Cast shards into this rank's parts, those of a type in one kernel where torch has it."""

@@ -32,7 +32,7 @@ directly.
 from __future__ import annotations
 
 import contextlib
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Pushes", "sent_as"]
 
+#: Of a tensor; a reduction asks each gradient, and so makes no Python call.
+_dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
+_NOTHING = contextlib.nullcontext()
 #: What ranks compare that meet because a step failed.
 _FAILED = note("barrier_", "a failed push")
 
@@ -130,17 +133,17 @@ class Pushes:
         Collective: if the slot is shared or the last reduction had the same, or that never came to
         its meeting.
         """
-        shared = take is not None
+        shared, made = take is not None, gradients
         again = shared or self.unmet or self._last == slot
         self._last, self.unmet = slot, True
         # Where there is no room for that, the copies cast.
         with contextlib.suppress(torch.OutOfMemoryError):
-            if fits:
-                gradients = [g if g.dtype == travels else g.to(travels) for g in gradients]
+            if fits and set(map(_dtype_of, made)) != {travels}:
+                made = [g if g.dtype == travels else g.to(travels) for g in made]
         self._shared = slot if shared else None
-        kept = tuple(gradients)  # FSDP2 forgets those of its list
+        kept = tuple(made)  # FSDP2 forgets those of its list
         self._kept, self._fits = kept if self._stream is None else (), fits
-        self._site, shapes = site, tuple([g.shape for g in kept])
+        self._site, shapes = site, tuple(map(_shape_of, kept))
         call = self._calls.get((site, slot, travels, shapes))
         if call is None:
             call = note(
@@ -176,20 +179,21 @@ class Pushes:
         """
         if self._shared is None or not self.unmet:
             return
-        with self._aside():
+        self._pushed()
+        with _NOTHING if self._late is None else self._aside():
             self._meeting.enter(_FAILED)
         self.unmet, self._shared, self._kept = False, None, ()
+
+    def _pushed(self) -> None:
+        """Let the current stream wait for what this rank pushes."""
+        if self._stream is not None:
+            self._device.current_stream().wait_stream(self._stream)
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         """What is late is pushed; whoever has the bytes of the slot has them again afterwards."""
         late, self._late = self._late, None
-        stream = self._stream
-        if stream is not None:
-            self._device.current_stream().wait_stream(stream)
-        if late is None:
-            yield
-            return
+        assert late is not None
         assert self._shared is not None
         with set_aside(self._peers[self._rank][self._shared.offset : self._shared.end]):
             late()
@@ -224,27 +228,28 @@ class Pushes:
         if factor is None:
             return None
 
-        @own_work
         def act() -> Literal[True] | None:
-            with self._aside():
-                all_fit = self._all_fit()
-                self.unmet, self._met = False, self._marked()
+            with own_work:
+                self._pushed()
+                with _NOTHING if self._late is None else self._aside():
+                    all_fit = self._all_fit()
+                    self.unmet = False
+                    self._mark(self._met)
+                    if all_fit:
+                        self._sum(output.view(-1), factor, rounded, add=add)
+                    self._mark(self._summed)
+                kept, self._kept = self._kept, ()
                 if all_fit:
-                    self._sum(output.view(-1), factor, rounded, add=add)
-                self._summed = self._marked()
-            kept, self._kept = self._kept, ()
-            if all_fit:
-                return None
-            otherwise(kept)
-            return True
+                    return None
+                otherwise(kept)
+                return True
 
         return act
 
-    def _marked(self) -> list[Mark]:
-        """All that the current stream has queued; nothing on the CPU."""
-        if self._stream is None:
-            return []
-        return [mark(self._device.current_stream().record_event(), self._device)]
+    def _mark(self, marks: list[Mark]) -> None:
+        """From now on a mark is behind all that the current stream has queued."""
+        if self._stream is not None:
+            marks[:] = [mark(self._device.current_stream().record_event(), self._device)]
 
     def _all_fit(self) -> bool:
         """Whether all ranks, which meet, have pushed. Collective: yes."""
@@ -270,12 +275,12 @@ class Pushes:
         slot: Placement,
         dtype: torch.dtype,
     ) -> None:
-        cast = {g.dtype for g in gradients} != {dtype}
+        cast = set(map(_dtype_of, gradients)) != {dtype}
         key = (slot, dtype, shapes, cast)
         sent = self._made.get(key)
         if sent is None:
             sent = self._made[key] = self._make(*key, gradients[0].device)
-        flat = [g.reshape(-1) for g in gradients]
+        flat = list(map(torch.Tensor.ravel, gradients))
         with autograd.shown("symmplan::push"):
             sent.copy(flat)
         self._sent = sent
@@ -315,7 +320,7 @@ def sent_as(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.dtyp
         gradients: They.
         dtype: In which FSDP2 reduces.
     """
-    made = {g.dtype for g in gradients}
+    made = set(map(_dtype_of, gradients))
     if made == {dtype}:
         return dtype
     wider = len(made) > 1 or max(d.itemsize for d in made) > dtype.itemsize

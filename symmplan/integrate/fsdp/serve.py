@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from symmplan.capture.fsdp_recording import Key, Recording
+    from symmplan.integrate.fsdp.layout import Asked
     from symmplan.integrate.fsdp.schedule import Schedule, ScheduledCollective
     from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
     from symmplan.place.expected import Expected
@@ -134,7 +135,7 @@ class Runtime:
             base = plain() if lease is None else self.memory.at(place, dtype)
         slot = Slot(key, base, plain, scheduled=scheduled, lease=lease, send=send)
         slot.pushed, slot.take_shared = send is not None, shared
-        slot.expected = self.expected(key, scheduled)
+        slot.expected = None if PROCESS.launched is None else self.expected(key, scheduled)
         nbytes, outside = key.numel * dtype.itemsize, self._outside
         slot.log, slot.index = self.recorder.begin(key, nbytes, outside=outside)
         if slot.log is not None and self.memory.program.looks:
@@ -186,13 +187,14 @@ class Runtime:
         self._ends.ran(key)
         return True
 
-    def gathering(self, unshard: ZeroCopyUnshard, key: Key, others: Sequence[str]) -> None:
-        """A module's parameters are gathered where they live; ``others`` as `crowding` says."""
+    def gathering(
+        self, unshard: ZeroCopyUnshard, key: Key, others: Sequence[str], asked: Asked | None
+    ) -> None:
+        """A module's parameters are gathered where they live, which was ``asked`` for before."""
         self._arrived = None
         if others:
             self.reasons[reasons.CROWDED] += 1
-        asked = unshard.asked
-        outside = self._outside if asked is None else unshard.outside
+        outside = self._outside if asked is None else asked.outside
         if asked is not None and self.planning.live is None:
             if not others:
                 self.reasons[reasons.PUT_OFF] += 1
@@ -209,11 +211,11 @@ class Runtime:
         """FSDP2 waits inside for a gather, and copies it into parameters of its own."""
         return self.memory.unsharding(*self.recorder.last(site))
 
-    def put_off(self, key: Key, unshard: ZeroCopyUnshard) -> None:
+    def put_off(self, asked: Asked, unshard: ZeroCopyUnshard) -> None:
         """A module's parameters were wanted before there was room for them."""
         if self.planning.live is not None:
             self._waiting.append(unshard)
-        self.recorder.put_off(key, outside=unshard.outside)
+        self.recorder.put_off(asked.key, outside=asked.outside)
 
     def released(self, site: str, *, after_forward: bool) -> None:
         """A module is done with its parameters, ``after_forward`` if because that was done.
@@ -250,8 +252,8 @@ class Runtime:
         return scheduled
 
     def expected(self, key: Key, scheduled: ScheduledCollective | None = None) -> Expected | None:
-        """How a collective is to run; None if no check is running, or it is not planned."""
-        known = self.schedule if checking() else None
+        """How a collective is to run; None if it is not planned."""
+        known = self.schedule
         return None if known is None else known.expected(key, self.memory.name, scheduled)
 
     def run(

@@ -30,6 +30,7 @@ are cast straight into this rank's parts of it, and one coalesced gather fills t
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ from symmplan.coordination.all_gather import everywhere
 from symmplan.device import device_of
 from symmplan.integrate.fsdp.layout import OTHERS, Asked, Gathered, Layout, layout_of, shards_of
 from symmplan.memory.streams import synchronize
+from symmplan.process import PROCESS
 from symmplan.runtime.leases import Lease, set_aside
 from symmplan.runtime.observe import launching
 from symmplan.torch_private import autograd, c10d, fsdp2, fsdp2_in_place
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
 
 __all__ = ["ZeroCopyUnshard"]
+
+_NOTHING = contextlib.nullcontext()
 
 
 class ZeroCopyUnshard:
@@ -118,22 +122,26 @@ class ZeroCopyUnshard:
         group = self._group
         if not self._looked:
             self._look()
-        before = fsdp2_in_place.state_name(group) == "PRE_BACKWARD"
-        there = self.has_bytes or (before and not group.unshard_in_backward)
-        if self.storage is not None and not there and not self._methods.unchanged():
-            free = not autograd.in_backward()
-            if free and self._everywhere(self.can_leave):
+        state, result = fsdp2_in_place.state_name(group), fsdp2_in_place.result_of(group)
+        begun = group.is_unsharded or not (result is None or isinstance(result, Asked))
+        there = begun or (state == "PRE_BACKWARD" and not group.unshard_in_backward)
+        backward = autograd.graph_task() != autograd.NO_TASK
+        changed = self.storage is not None and not there and not self._methods.unchanged()
+        if changed and not backward:
+            over, timeout = fsdp2_in_place.group_of(group), self._runtime.options.timeout
+            if everywhere("room", [self.can_leave()], over, timeout)[0]:
                 self.leave()
         if self.layout is None:
             self._methods.call_own(fsdp2_in_place.UNSHARD, async_op)
             return
         if there:
             return
-        if isinstance(fsdp2_in_place.result_of(group), Asked):
+        if result is not None:
             self.start_early()
             return
-        key = self.key(backward=autograd.in_backward())
-        self._runtime.arrive(key, group.device, outside=self.outside)
+        key = self._keys.get(backward) or self.key(backward=backward)
+        outside = not (backward or (state == "FORWARD" and torch.is_grad_enabled()))
+        self._runtime.arrive(key, group.device, outside=outside)
         if self.storage is None:
             self._methods.call_own(fsdp2_in_place.UNSHARD, async_op)
             return
@@ -142,10 +150,9 @@ class ZeroCopyUnshard:
         if not others:
             self._start(key, self.storage, streams)
         else:
-            shards, copied = self._copied_shards(streams[0])
-            waits = Asked(key=key, streams=streams, shards=shards, copied=copied, crowding=others)
+            waits = self._asked(key, streams, crowding=others, outside=outside)
             fsdp2_in_place.set_result(group, waits)
-            self._runtime.put_off(key, self)
+            self._runtime.put_off(waits, self)
 
     def start_early(self) -> bool:
         """Start a gather that was put off, if there is room now. Whether it need not wait more.
@@ -157,7 +164,7 @@ class ZeroCopyUnshard:
             return True
         if self._runtime.crowding(self):
             return False
-        self._start(asked.key, self.storage, asked.streams)
+        self._start(asked.key, self.storage, asked.streams, asked=asked)
         return True
 
     def wait_for_unshard(self) -> None:
@@ -170,7 +177,7 @@ class ZeroCopyUnshard:
         if storage is not None and isinstance(result, Asked):
             key = self.key(backward=autograd.in_backward())
             others = self._runtime.crowding(self)
-            self._start(key, storage, self._streams(async_op=False), others)
+            self._start(key, storage, self._streams(async_op=False), others, result)
             result = fsdp2_in_place.result_of(group)
         if storage is None and self._runtime.idle:
             self._methods.call_own(fsdp2_in_place.WAIT)
@@ -197,9 +204,9 @@ class ZeroCopyUnshard:
         if gathered.all_gather_event is not None:
             self._device.current_stream().wait_event(gathered.all_gather_event)
         storage.move_in(group.fsdp_params)
-        storage.finish(group.fsdp_params)
+        if self.layout is not None and self.layout.own:
+            storage.finish(group.fsdp_params)
         fsdp2_in_place.has_unsharded(group)
-        fsdp2_in_place.set_result(group, None)
 
     def to_sharded(self) -> None:
         """The module is done with the parameters."""
@@ -239,12 +246,6 @@ class ZeroCopyUnshard:
         """A gather that was put off, and that FSDP2 has not forgotten since."""
         result = fsdp2_in_place.result_of(self._group)
         return result if isinstance(result, Asked) else None
-
-    @property
-    def outside(self) -> bool:
-        """Whether the program unshards it outside of its training passes."""
-        forward = torch.is_grad_enabled() and fsdp2_in_place.state_name(self._group) == "FORWARD"
-        return not (forward or autograd.in_backward())
 
     @property
     def awaits_backward(self) -> bool:
@@ -330,11 +331,6 @@ class ZeroCopyUnshard:
         elif found is not None:
             planning.flat[self.site] = found
 
-    def _everywhere(self, condition: Callable[[], bool]) -> bool:
-        """Whether it holds on all ranks. Collective: yes, over the group."""
-        group, timeout = fsdp2_in_place.group_of(self._group), self._runtime.options.timeout
-        return everywhere("room", [condition()], group, timeout)[0]
-
     def _move_out(self) -> None:
         """Into memory of their own, for good."""
         if self.storage is not None:
@@ -367,11 +363,13 @@ class ZeroCopyUnshard:
         assert self.layout is not None
         return shards_of(self._group, self.layout, self.site)
 
-    def _copied_shards(self, stream: Any) -> tuple[list[torch.Tensor], Any]:
-        """Copies of the shards as FSDP2 would gather them now, and an event behind that."""
+    def _asked(self, key: Key, streams: tuple[Any, Any], **more: Any) -> Asked:
+        """A gather that waits, with copies of the shards as FSDP2 would gather them now."""
+        stream = streams[0]
         with torch.inference_mode(mode=False), torch.no_grad(), self._device.on_stream(stream):
             shards = [shard.clone() for shard in self._shards()]
-            return shards, None if stream is None else stream.record_event()
+            copied = None if stream is None else stream.record_event()
+        return Asked(key=key, streams=streams, shards=shards, copied=copied, **more)
 
     def _start(
         self,
@@ -379,44 +377,54 @@ class ZeroCopyUnshard:
         storage: ParameterStorage,
         streams: tuple[Any, Any],
         others: Sequence[str] = (),
+        asked: Asked | None = None,
     ) -> None:
-        """Gather into the placement; ``others`` are the modules that are to have bytes there."""
-        runtime, group = self._runtime, self._group
-        storage.take_addresses()  # of a prefetch that FSDP2 has forgotten since
-        free = storage.give_room()
-        runtime.gathering(self, key, others)
-        if free:
-            self._lease = Lease(stream=self._device.current_stream(), owner=weakref.proxy(self))
-            event = self._fill(key, storage, streams, self._lease)
-            fsdp2_in_place.set_result(group, Gathered(event))
-            return
-        with set_aside(storage.bytes):
-            self._fill(key, storage, streams, None)
-            synchronize(group.device)
-            storage.copy_aside()
-        fsdp2_in_place.set_result(group, Gathered())
-
-    def _fill(
-        self, key: Key, storage: ParameterStorage, streams: tuple[Any, Any], lease: Lease | None
-    ) -> Any:
-        """Gather behind whoever had the bytes before; on devices, an event behind that.
+        """Gather into the placement.
 
         Args:
             key: The gather.
             storage: Where.
             streams: Where shards are cast, and where they are gathered.
-            lease: Of the bytes; None if they are somebody else's, and the device is at rest.
+            others: The modules that are to have bytes there.
+            asked: What FSDP2 keeps of it if it had to wait.
         """
-        asked = fsdp2_in_place.result_of(self._group)
-        waited = isinstance(asked, Asked)
-        shards, copied = (asked.shards, asked.copied) if waited else (None, None)
-        with torch.no_grad(), autograd.shown(self._shown):
+        runtime, group = self._runtime, self._group
+        storage.take_addresses()  # of a prefetch that FSDP2 has forgotten since, and its copy
+        _, stay = storage.users.give_room(storage.begin, storage.end)
+        runtime.gathering(self, key, others, asked)
+        if not stay:
+            self._lease = Lease(stream=self._device.current_stream(), owner=weakref.proxy(self))
+            event = self._fill(key, storage, streams, self._lease, asked)
+            fsdp2_in_place.set_result(group, Gathered(event))
+            return
+        with set_aside(storage.bytes):
+            self._fill(key, storage, streams, None, asked)
+            synchronize(group.device)
+            storage.copy_aside()
+        fsdp2_in_place.set_result(group, Gathered())
+
+    def _fill(
+        self,
+        key: Key,
+        storage: ParameterStorage,
+        streams: tuple[Any, Any],
+        lease: Lease | None,
+        asked: Asked | None,
+    ) -> Any:
+        """Gather behind whoever had the bytes before; on devices, an event behind that.
+
+        ``lease`` is of the bytes; None if they are somebody else's, and the device is at rest.
+        """
+        shards, copied = (None, None) if asked is None else (asked.shards, asked.copied)
+        expected = None if PROCESS.launched is None else self._runtime.expected(key)
+        quiet = torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+        with quiet, autograd.shown(self._shown):
             if not self._device.is_accelerator:
                 shards = shards or self._shards()
                 if lease is not None:
                     storage.users.take(storage.begin, storage.end, lease)
                 storage.fill(shards)
-                with launching(self._runtime.expected(key)):
+                with launching(expected):
                     storage.gather()
                 return None
             # The lease is dropped when the module is done, which its own kernels are on its stream.
@@ -431,7 +439,7 @@ class ZeroCopyUnshard:
                     storage.users.take(storage.begin, storage.end, lease)
                 storage.fill(shards)
             gathers.wait_stream(copies)
-            with self._device.on_stream(gathers), launching(self._runtime.expected(key)):
+            with self._device.on_stream(gathers), launching(expected):
                 storage.gather()
                 event = gathers.record_event()
                 if lease is not None:
