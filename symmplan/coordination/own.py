@@ -29,9 +29,9 @@ from symmplan.process import PROCESS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_Act = TypeVar("_Act", bound="Callable[..., Any]")
-
 __all__ = ["at_drop", "end_dropped", "in_own_work", "own_work"]
+
+_Act = TypeVar("_Act", bound="Callable[..., Any]")
 
 _LOG = logging.getLogger("symmplan")
 

@@ -62,8 +62,7 @@ class Addresses:
 
     def take(self) -> None:
         """Reads and writes of tensors on the storages are errors from now on."""
-        for mark in self._marks:
-            mark.value = True
+        self.forbid(reads=True)
         for word, _ in self._words:
             word.value = 0
 
@@ -71,8 +70,7 @@ class Addresses:
         """The bytes are those at the address ``begin`` from now on."""
         for word, offset in self._words:
             word.value = begin + offset
-        for mark in self._marks:
-            mark.value = False
+        self.forbid(reads=False)
 
     def forbid(self, *, reads: bool) -> None:
         """Whether reads and writes of tensors on the storages are errors."""

@@ -81,7 +81,7 @@ AGREED = {
     "types and sizes of parameters, and of what their own tensors give to a gather": """
         .itemsize _dtype_of _shape_of fsdp2_in_place.has_own_gather
         fsdp2_in_place.outputs_of group_of.size
-        layout.dtypes Layout.dtypes Layout.ranks parameter.orig_dtype
+        storage.layout layout.dtypes Layout.dtypes Layout.ranks parameter.orig_dtype
         parameter.param_dtype torch.uint8
     """,
     "the program's calls, and what was counted of them": """
@@ -98,15 +98,15 @@ AGREED = {
         Schedule._next slot.base slot.flat slot.log slot.served str.removeprefix target
     """,
     "FSDP2's own state, which its calls alone change": """
-        Asked asked.shards torch.is_grad_enabled fsdp2_in_place.group_of
+        Asked asked.shards fsdp2_in_place.group_of
         fsdp2_in_place.flat_shards fsdp2_in_place.result_of fsdp2_in_place.shard_of
         fsdp2_in_place.state_name Gathered group.fsdp_params group.is_sharded
         group.is_unsharded group.unshard_in_backward PlannedReduceScatter._group
         ZeroCopyUnshard._group ZeroCopyUnshard._looked ZeroCopyUnshard._named
     """,
     "where the program runs": """
-        _device.is_accelerator executor.serves Memory._device Pushes._stream
-        tensor.is_cpu
+        _device.is_accelerator fsdp2_in_place.gather_streams executor.serves Memory._device
+        Pushes._stream tensor.is_cpu
     """,
     "methods that the program gave FSDP2's class": "_methods.unchanged",
 }
@@ -153,7 +153,6 @@ LOCAL = {
     "dtype_of_gradients": {"allocate": "the type in which sums are written"},
     "checking": {"runs_plainly": "the same collective, observed or not"},
     "PROCESS.launched": dict.fromkeys(("open", "_fill"), "the same"),
-    "_late": {"act": "copies: who has the bytes has them again afterwards"},
     "looks": dict.fromkeys(("arrive", "open", "to_sharded"), "writes down what the device has"),
     "is_capturing": {"arrive": "raises, or plans later"},
     "exc_info": {"remove": "an error has ended the step; peers' gathers time out"},

@@ -58,6 +58,7 @@ class ParameterStorage:
         memory: Name of the memory backend.
 
     Attributes:
+        layout: The same.
         bound: Whether the parameters lie on the placement's storages.
         bytes: The placement's bytes.
     """
@@ -76,13 +77,12 @@ class ParameterStorage:
         self.begin, self.end = begin, begin + layout.nbytes
         self.bound = False
         self.bytes = bytes_
-        self._has_addresses = False
         self._site = site
         self._group = group
         name = c10d.group_name(group)
         self._one_sided = BACKENDS[memory].collectives or in_two_levels(self.bytes, name)
         ranks, rank = group.size(), group.rank()
-        self._layout = layout
+        self.layout = layout
         self._counts = layout.part_bytes
         # What gathers, once it is known; in memory whose backend has collectives of its own.
         self._run: Callable[[], None] | None = None
@@ -91,6 +91,7 @@ class ParameterStorage:
         # The same bytes as storages of their own, with versions of their own: autograd must not
         # take a gather for a change of the parameter.
         self._storages: list[torch.Tensor] = []
+        self._has_addresses = False
         # A copy of the bytes, while others have them.
         self._copy: torch.Tensor | None = None
         for offset, dtype, count in zip(layout.offsets, layout.dtypes, layout.counts, strict=True):
@@ -125,29 +126,27 @@ class ParameterStorage:
         for parts, at in self._casts:
             dispatch.copy_each(parts, [shards[i] for i in at])
 
-    @own_work
     def gather(self) -> None:
         """Fill all parameters from every rank's part; on the current stream.
 
         Collective: yes.
         """
-        if self._one_sided:
-            if self._run is None:
-                name, size = c10d.group_name(self._group), self._group.size()
-                offsets = self._layout.offsets
-                self._run = all_gather_parts_(
-                    self.bytes, offsets, self._counts, size, name, what=self._site
-                )
-            self._run()
-            return
-        outputs, parts = self._outputs, self._parts
-        if not self._layout.one_dtype:
-            outputs, parts = ([t.view(torch.uint8) for t in of] for of in (outputs, parts))
-        with off_default_stream(self.bytes.device):
-            if len(outputs) == 1:
-                dist.all_gather_into_tensor(outputs[0], parts[0], group=self._group)
-            else:
-                c10d.all_gather_coalesced(outputs, parts, self._group)
+        with own_work:
+            if self._one_sided:
+                if self._run is None:
+                    name, size = c10d.group_name(self._group), self._group.size()
+                    given = self.bytes, self.layout.offsets, self._counts, size, name
+                    self._run = all_gather_parts_(*given, what=self._site)
+                self._run()
+                return
+            outputs, parts = self._outputs, self._parts
+            if not self.layout.one_dtype:
+                outputs, parts = ([t.view(torch.uint8) for t in of] for of in (outputs, parts))
+            with off_default_stream(self.bytes.device):
+                if len(outputs) == 1:
+                    dist.all_gather_into_tensor(outputs[0], parts[0], group=self._group)
+                else:
+                    c10d.all_gather_coalesced(outputs, parts, self._group)
 
     def give_addresses(self) -> None:
         """Let the parameters and all views of them be read, where their bytes are.
@@ -199,7 +198,7 @@ class ParameterStorage:
         Args:
             parameters: FSDP2's, whose bytes are there.
         """
-        if not self._layout.own:
+        if not self.layout.own:
             return
         own = [p for p in parameters if fsdp2_in_place.has_own_gather(p)]
         views = self._in_use() - self._alone
@@ -270,8 +269,8 @@ class ParameterStorage:
 
     def _each(self, parts: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         """The parts of each parameter."""
-        ends = itertools.accumulate(self._layout.parts)
-        return [parts[end - n : end] for end, n in zip(ends, self._layout.parts, strict=True)]
+        ends = itertools.accumulate(self.layout.parts)
+        return [parts[end - n : end] for end, n in zip(ends, self.layout.parts, strict=True)]
 
 
 def _copied(bytes_: torch.Tensor) -> torch.Tensor:

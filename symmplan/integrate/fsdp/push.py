@@ -58,7 +58,6 @@ __all__ = ["Pushes", "sent_as"]
 
 #: Of a tensor; a reduction asks each gradient, and so makes no Python call.
 _dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
-_NOTHING = contextlib.nullcontext()
 #: What ranks compare that meet because a step failed.
 _FAILED = note("barrier_", "a failed push")
 
@@ -106,7 +105,6 @@ class Pushes:
         self._kept: tuple[torch.Tensor, ...] = ()
         self._fits = True
 
-    @own_work
     def send(
         self,
         gradients: Sequence[torch.Tensor],
@@ -179,21 +177,20 @@ class Pushes:
         """
         if self._shared is None or not self.unmet:
             return
-        self._pushed()
-        with _NOTHING if self._late is None else self._aside():
+        with self._pushed():
             self._meeting.enter(_FAILED)
         self.unmet, self._shared, self._kept = False, None, ()
 
-    def _pushed(self) -> None:
-        """Let the current stream wait for what this rank pushes."""
+    def _pushed(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, all that this rank pushes precedes what the current stream does."""
         if self._stream is not None:
             self._device.current_stream().wait_stream(self._stream)
+        late, self._late = self._late, None
+        return contextlib.nullcontext() if late is None else self._aside(late)
 
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _aside(self, late: Callable[[], None]) -> Iterator[None]:
         """What is late is pushed; whoever has the bytes of the slot has them again afterwards."""
-        late, self._late = self._late, None
-        assert late is not None
         assert self._shared is not None
         with set_aside(self._peers[self._rank][self._shared.offset : self._shared.end]):
             late()
@@ -230,14 +227,12 @@ class Pushes:
 
         def act() -> Literal[True] | None:
             with own_work:
-                self._pushed()
-                with _NOTHING if self._late is None else self._aside():
+                with self._pushed():
                     all_fit = self._all_fit()
-                    self.unmet = False
-                    self._mark(self._met)
+                    self.unmet, self._met = False, self._marked()
                     if all_fit:
                         self._sum(output.view(-1), factor, rounded, add=add)
-                    self._mark(self._summed)
+                    self._summed = self._marked()
                 kept, self._kept = self._kept, ()
                 if all_fit:
                     return None
@@ -246,10 +241,11 @@ class Pushes:
 
         return act
 
-    def _mark(self, marks: list[Mark]) -> None:
-        """From now on a mark is behind all that the current stream has queued."""
-        if self._stream is not None:
-            marks[:] = [mark(self._device.current_stream().record_event(), self._device)]
+    def _marked(self) -> list[Mark]:
+        """All that the current stream has queued; nothing on the CPU."""
+        if self._stream is None:
+            return []
+        return [mark(self._device.current_stream().record_event(), self._device)]
 
     def _all_fit(self) -> bool:
         """Whether all ranks, which meet, have pushed. Collective: yes."""

@@ -190,7 +190,7 @@ class Runtime:
     def gathering(
         self, unshard: ZeroCopyUnshard, key: Key, others: Sequence[str], asked: Asked | None
     ) -> None:
-        """A module's parameters are gathered where they live, which was ``asked`` for before."""
+        """Parameters are gathered: ``others`` as `crowding` says, ``asked`` if that had to wait."""
         self._arrived = None
         if others:
             self.reasons[reasons.CROWDED] += 1

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define
 
+from symmplan.coordination.own import own_work
 from symmplan.device import kind_of
 from symmplan.integrate.fsdp.push import sent_as
 from symmplan.runtime.observe import launching
@@ -91,7 +92,7 @@ class Slot:
         if not fits and kind_of(buffer.device).is_accelerator:  # nobody can tell the peers
             self.pushed, self.flat = False, self.plain()
             return self.flat
-        with launching(self.expected):
+        with own_work, launching(self.expected):
             shared = None if self.take_shared is None else self._took
             self.pushing = send(
                 gradients, travels=planned, take=shared, site=self.key.site, fits=fits

@@ -30,7 +30,6 @@ are cast straight into this rank's parts of it, and one coalesced gather fills t
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -53,8 +52,6 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
 
 __all__ = ["ZeroCopyUnshard"]
-
-_NOTHING = contextlib.nullcontext()
 
 
 class ZeroCopyUnshard:
@@ -123,8 +120,7 @@ class ZeroCopyUnshard:
         if not self._looked:
             self._look()
         state, result = fsdp2_in_place.state_name(group), fsdp2_in_place.result_of(group)
-        begun = group.is_unsharded or not (result is None or isinstance(result, Asked))
-        there = begun or (state == "PRE_BACKWARD" and not group.unshard_in_backward)
+        there = self.has_bytes or (state == "PRE_BACKWARD" and not group.unshard_in_backward)
         backward = autograd.graph_task() != autograd.NO_TASK
         changed = self.storage is not None and not there and not self._methods.unchanged()
         if changed and not backward:
@@ -147,12 +143,10 @@ class ZeroCopyUnshard:
             return
         streams = self._streams(async_op=async_op)
         others = self._runtime.crowding(self)
-        if not others:
-            self._start(key, self.storage, streams)
+        if others:
+            self._put_off(key, self.storage, streams, crowding=others, outside=outside)
         else:
-            waits = self._asked(key, streams, crowding=others, outside=outside)
-            fsdp2_in_place.set_result(group, waits)
-            self._runtime.put_off(waits, self)
+            self._start(key, self.storage, streams)
 
     def start_early(self) -> bool:
         """Start a gather that was put off, if there is room now. Whether it need not wait more.
@@ -204,8 +198,7 @@ class ZeroCopyUnshard:
         if gathered.all_gather_event is not None:
             self._device.current_stream().wait_event(gathered.all_gather_event)
         storage.move_in(group.fsdp_params)
-        if self.layout is not None and self.layout.own:
-            storage.finish(group.fsdp_params)
+        storage.finish(group.fsdp_params)
         fsdp2_in_place.has_unsharded(group)
 
     def to_sharded(self) -> None:
@@ -359,17 +352,20 @@ class ZeroCopyUnshard:
             return None, None
         return fsdp2_in_place.gather_streams(self._group, async_op=async_op)
 
-    def _shards(self) -> list[torch.Tensor]:
-        assert self.layout is not None
-        return shards_of(self._group, self.layout, self.site)
+    def _put_off(
+        self, key: Key, storage: ParameterStorage, streams: tuple[Any, Any], **more: Any
+    ) -> None:
+        """Let a gather wait for room, with the shards as FSDP2 would gather them now.
 
-    def _asked(self, key: Key, streams: tuple[Any, Any], **more: Any) -> Asked:
-        """A gather that waits, with copies of the shards as FSDP2 would gather them now."""
+        ``more`` are the other attributes of `Asked`.
+        """
         stream = streams[0]
         with torch.inference_mode(mode=False), torch.no_grad(), self._device.on_stream(stream):
-            shards = [shard.clone() for shard in self._shards()]
+            shards = [s.clone() for s in shards_of(self._group, storage.layout, self.site)]
             copied = None if stream is None else stream.record_event()
-        return Asked(key=key, streams=streams, shards=shards, copied=copied, **more)
+        asked = Asked(key=key, streams=streams, shards=shards, copied=copied, **more)
+        fsdp2_in_place.set_result(self._group, asked)
+        self._runtime.put_off(asked, self)
 
     def _start(
         self,
@@ -413,14 +409,14 @@ class ZeroCopyUnshard:
     ) -> Any:
         """Gather behind whoever had the bytes before; on devices, an event behind that.
 
-        ``lease`` is of the bytes; None if they are somebody else's, and the device is at rest.
+        ``lease`` is of the bytes; None if they are somebody else's, and the device is at rest. The
+        other arguments are those of `_start`.
         """
         shards, copied = (None, None) if asked is None else (asked.shards, asked.copied)
         expected = None if PROCESS.launched is None else self._runtime.expected(key)
-        quiet = torch.no_grad() if torch.is_grad_enabled() else _NOTHING
-        with quiet, autograd.shown(self._shown):
+        with torch.no_grad(), autograd.shown(self._shown):
             if not self._device.is_accelerator:
-                shards = shards or self._shards()
+                shards = shards or shards_of(self._group, storage.layout, self.site)
                 if lease is not None:
                     storage.users.take(storage.begin, storage.end, lease)
                 storage.fill(shards)
@@ -434,7 +430,7 @@ class ZeroCopyUnshard:
                 for shard in shards or ():
                     self._device.record_stream(shard, copies)
             with self._device.on_stream(copies):
-                shards = shards or self._shards()
+                shards = shards or shards_of(self._group, storage.layout, self.site)
                 if lease is not None:
                     storage.users.take(storage.begin, storage.end, lease)
                 storage.fill(shards)

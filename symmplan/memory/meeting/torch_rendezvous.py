@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchRendezvous", "first_line"]
 
-#: The channels of the signal pad that symmplan's barriers use, and those beside them.
-_CHANNEL, _BESIDE = 0, 1
+#: The channel of the signal pad that symmplan's barriers use.
+_CHANNEL = 0
 
 
 class TorchRendezvous(Rendezvous):
@@ -104,13 +104,6 @@ class TorchRendezvous(Rendezvous):
             return
         seconds = self._timeout if timeout is None else timeout
         self.handle.barrier(channel=_CHANNEL, timeout_ms=int(seconds * 1000))
-
-    def barrier_beside(self) -> None:
-        """A barrier of a stream beside which other streams have barriers of the program."""
-        if self._token is not None:  # NCCL tells collectives of several streams apart
-            self.barrier()
-            return
-        self.handle.barrier(channel=_BESIDE, timeout_ms=int(self._timeout * 1000))
 
     def enter(self, call: bytes, free: Sequence[int] = (), site: str = "") -> None:
         """A barrier. Nothing is compared: that would need the host."""
