@@ -359,6 +359,17 @@ def locate(tensor: torch.Tensor) -> tuple[Segment, int] | None:
     return PROCESS.segments.find(address)
 
 
+def in_segment(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same bytes with the storage of its segment; itself if it lies in none."""
+    found = locate(tensor)
+    if found is None:
+        return tensor
+    own = found[0].tensor
+    begin = (own.storage_offset() + found[1]) // tensor.element_size()
+    given = own.untyped_storage(), begin, tensor.shape, tensor.stride()
+    return tensor.new_empty(0).set_(*given)
+
+
 def located(
     tensor: torch.Tensor, name: str, *, fix: str, by: str = "", **fields: Any
 ) -> tuple[Segment, int]:

@@ -48,6 +48,8 @@ class Lowering:
             releases on exit. Otherwise it is a collective of the process group.
         started: Of a one-sided target: it is over when it is waited for, not when it returns.
         equal: It has parts for each rank, and takes them only if all are of one size.
+        kernel: The target is a kernel of ``torch.ops.symm_mem`` that adds up, see `_SUMS`: it meets
+            through the signal pad on entry and on exit.
         why_not: Reason given for the declared tensors that are not needed.
         engine: Whether copy engines can run it.
     """
@@ -60,13 +62,14 @@ class Lowering:
     one_sided: bool = False
     started: bool = False
     equal: bool = False
+    kernel: bool = False
     why_not: str = ""
     engine: bool = False
 
     @property
     def synchronous(self) -> bool:
         """Whether it is over when it returns."""
-        return self.one_sided and not self.started
+        return self.kernel or (self.one_sided and not self.started)
 
     @property
     def two_levels(self) -> bool:
@@ -151,6 +154,20 @@ _C10D: Mapping[str, Lowering] = {
     f"{_INTO}.default": Lowering(_INTO, ("input", "out"), out="out", equal=True, engine=True),
 }
 
+#: Without multicast two steps over peers' memory beat NCCL's all-reduce at all sizes of decoding.
+#: Each rank adds up its part in the order of the ranks, so all ranks have the same numbers.
+_CUDA: Mapping[str, Lowering] = {
+    **_C10D,
+    **{
+        op: evolve(row, target="symm_mem::two_shot_all_reduce_", kernel=True)
+        for op, row in _C10D.items()
+        if row.target == f"{_F}all_reduce_"
+    },
+}
+
+#: What `Lowering.kernel` adds up.
+_SUMS = (torch.float32, torch.bfloat16)
+_OTHER_SUM = "torch's kernel adds up contiguous float32 and bfloat16, in whole words of 4 bytes"
 _UNEQUAL = "its parts are not all of one size, and only such can be written where they are told"
 #: Why an op is ordinary that has no form in two levels.
 ONE_HOST = "its group is on several hosts, and it has no form in two levels"
@@ -180,8 +197,11 @@ class Lowerings:
     @property
     def table(self) -> Mapping[str, Lowering]:
         """The rows of this backend, for groups that memory reaches."""
-        own = BACKENDS[self.memory].collectives and self.collectives == "auto"
-        return _SHM if own else _C10D
+        if self.collectives == "process group":
+            return _C10D
+        if BACKENDS[self.memory].collectives:
+            return _SHM
+        return _CUDA if self.memory == "cuda" else _C10D
 
     @property
     def over_hosts(self) -> Mapping[str, Lowering]:
@@ -199,7 +219,7 @@ class Lowerings:
         row = None
         if overload is not None:
             row = self.table.get(f"{overload._schema.name}.{overload._overloadname}")
-        if row is None or row.out != "return" or (row.equal and has_unequal_parts(node)):
+        if row is None or row.out != "return" or why_unfit(row, node):
             return other(node)
         return "declared"
 
@@ -208,9 +228,13 @@ class Lowerings:
         row = self.row(spec, group)
         if row is None:
             return spec
+        fills = (("inputs" if row.each else "input", "return"),) * row.inplace
+        if row.kernel:
+            pads = (evolve(r, signal_pad=r.head in row.needs) for r in spec.requirements)
+            spec = evolve(spec, requirements=tuple(pads))
         if row.synchronous:
-            return evolve(spec, handshake=True, release=True, synchronizes=True, asynchronous=False)
-        return evolve(spec, fills=(("inputs" if row.each else "input", "return"),) * row.inplace)
+            spec = evolve(spec, handshake=True, release=True, synchronizes=True, asynchronous=False)
+        return evolve(spec, fills=fills)
 
     def skip(self, spec: OpSpec, group: str, requirement: Requirement) -> str | None:
         """Why a requirement need not or cannot be met on this backend, or None to meet it."""
@@ -228,16 +252,12 @@ class Lowerings:
         row = self.row(spec, group)
         return row is not None and requirement.head not in row.needs
 
-    def is_unequal(self, node: fx.Node, spec: OpSpec, group: str) -> bool:
-        """Whether an op runs in a form for parts of one size, and has others."""
-        row = self.row(spec, group)
-        return row is not None and row.equal and has_unequal_parts(node)
-
     def partly(self, captured: Captured) -> dict[fx.Node, str]:
         """Ops that cannot run as they were captured, and why.
 
-        Some of their tensors are placed, but not all that their one-sided form needs; or their
-        form wants parts of one size; or NCCL cannot gather parts of their size in symmetric memory.
+        Some of their tensors are placed, but not all that their one-sided form needs; or they are
+        none for their form, see `why_unfit`; or NCCL cannot gather parts of their size in symmetric
+        memory.
         """
         found: dict[fx.Node, str] = {}
         if BACKENDS[self.memory].whole_words:
@@ -245,9 +265,10 @@ class Lowerings:
         for node, spec in captured.specs.items():
             row = self.row(spec, captured.groups[node])
             placed = any(s.buffer is not None for s in captured.at(node))
-            if placed and self.is_unequal(node, spec, captured.groups[node]):
-                found[node] = _UNEQUAL
-            if row is None or not row.one_sided:
+            why = "" if row is None or not placed else why_unfit(row, node)
+            if why:
+                found[node] = why
+            if row is None or not (row.one_sided or row.kernel):
                 continue
             needed = [s for s in captured.at(node) if s.head in row.needs]
             without = [s for s in needed if s.buffer is None]
@@ -263,6 +284,22 @@ def has_unequal_parts(node: fx.Node) -> bool:
     bound = bind_arguments(overload, node.args, node.kwargs)
     parts = [*bound["output_split_sizes"], *bound["input_split_sizes"]]
     return not all(isinstance(part, int) for part in parts) or len(set(parts)) > 1
+
+
+def why_unfit(row: Lowering, node: fx.Node) -> str:
+    """Why an op cannot run by its row, because of what it is given; empty if it can."""
+    if row.equal:
+        return _UNEQUAL if has_unequal_parts(node) else ""
+    if not row.kernel:
+        return ""
+    overload = overload_of(node.target)
+    assert overload is not None
+    bound = bind_arguments(overload, node.args, node.kwargs)
+    given = bound["inputs"] if row.each else [bound["input"]]
+    fakes = [n.meta["val"] for n in given]
+    flat = row.inplace or all(f.is_contiguous() for f in fakes)  # a result is
+    whole = all(f.dtype in _SUMS and is_whole_words(f.numel() * f.itemsize) for f in fakes)
+    return "" if bound["reduce_op"] == "sum" and flat and whole else _OTHER_SUM
 
 
 def _splits_words(captured: Captured, node: fx.Node) -> bool:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 #: The first kind one of whose words is in a kernel's name.
 _KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("symmetric kernels", ("ncclsymk", "ncclsymdev")),
+    ("symmetric kernels", ("ncclsymk", "ncclsymdev", "two_shot_all_reduce")),
     ("NCCL kernels", ("nccl",)),
     ("copy engines", ("memcpy ptop",)),
     ("local copies", ("memcpy",)),
@@ -390,4 +390,5 @@ def _why(expected: Expected, algorithm: AlgorithmName | None, topology: Topology
 
 
 def _short(name: str) -> str:
+    name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     return re.split(r"[(<]", name)[0].strip()

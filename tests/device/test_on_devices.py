@@ -40,6 +40,7 @@ four = pool_of(4, setup=_on_hosts, timeout=100.0)
 def _ran():
     """What has run, in the words of a profile, and what was refused."""
     kinds = {"Memcpy PtoP": "copies", "ncclSymk": "symmetric", "ncclDevKernel": "kernels"}
+    kinds["two_shot_all_reduce"] = "symmetric"
     names = {kind for name in state().kernels for text, kind in kinds.items() if text in name}
     return sorted(names), state().refused
 
@@ -154,20 +155,20 @@ def _same(got, want):
     return all(map(torch.equal, got, want))
 
 
-def _judge(found, memory, choose):
+def _judge(found, choose):
     first, second = found
     assert first == second
     wrong, placed, kinds, refused = first
     assert (wrong, refused) == ([], [])
     assert (placed > 0) == (choose != "ordinary")
     assert ("copies" in kinds) == (choose == "copy engine")
-    assert ("symmetric" in kinds) == (memory == "nccl" and choose != "ordinary")
+    assert ("symmetric" in kinds) == (choose != "ordinary")
 
 
 @pytest.mark.parametrize("memory", ["nccl", "cuda"])
 def test_sessions_by_each_algorithm(pair, memory):
     for choose in GATHERS[memory]:
-        _judge(pair.run(_without_races, _session, memory, choose), memory, choose)
+        _judge(pair.run(_without_races, _session, memory, choose), choose)
 
 
 def _one_after_the_other(rank, world, holds):
@@ -203,14 +204,14 @@ def test_a_session_takes_the_segment_of_one_that_is_over(fresh, holds):
 @pytest.mark.parametrize("memory", ["nccl", "cuda"])
 def test_graphs_by_each_algorithm(pair, memory):
     for choose in GATHERS[memory]:
-        _judge(pair.run(on_devices, _graph, memory, "eager", choose), memory, choose)
+        _judge(pair.run(on_devices, _graph, memory, "eager", choose), choose)
 
 
 @pytest.mark.further
 @pytest.mark.parametrize("memory", ["nccl", "cuda"])
 def test_inductor_s_graphs_by_each_algorithm(pair, memory):
     for choose in GATHERS[memory]:
-        _judge(pair.run(on_devices, _graph, memory, "inductor", choose), memory, choose)
+        _judge(pair.run(on_devices, _graph, memory, "inductor", choose), choose)
 
 
 class _Weights(torch.nn.Module):
@@ -289,6 +290,7 @@ def test_each_algorithm_is_measured(pair, memory):
     by_op = {op.removesuffix(".default"): algorithms for op, *algorithms in timed}
     assert by_op["all_gather_into_tensor"] == [*engines, "ordinary", "symmetric"]
     assert by_op["reduce_scatter_tensor"] == ["ordinary", "symmetric"]
+    assert by_op["all_reduce"] == ["ordinary", "symmetric"]
 
 
 # Experts.

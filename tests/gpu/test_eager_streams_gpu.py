@@ -168,10 +168,9 @@ def _symm_mem(rank, world_size, out):
     group = dist.group.WORLD.group_name
     torch.manual_seed(rank)
     x = torch.randn(256, 256, device="cuda")
-    expected = x * 2
-    dist.all_reduce(expected)
-    expected = expected.sin()
-    dist.all_reduce(expected)
+    expected = x * 2, x.cos()
+    for total in expected:
+        dist.all_reduce(total)
     op = torch.ops.symm_mem.one_shot_all_reduce
 
     def make(fn, *args):
@@ -179,14 +178,16 @@ def _symm_mem(rank, world_size, out):
 
     with symmplan.eager(memory="cuda", choose="placed", timeout=60.0) as session:
         for _ in range(5):
-            y = op(make(torch.mul, x, 2.0), "sum", group)
-            z = op(make(torch.sin, y), "sum", group)
-            torch.testing.assert_close(z, expected, rtol=1e-4, atol=1e-4)
-            del y, z
+            a, b = make(torch.mul, x, 2.0), make(torch.cos, x)  # one behind the other
+            found = op(a, "sum", group), op(b, "sum", group)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            del a, b, found
             session.step()
         stats = session.stats
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-            op(make(torch.sin, op(make(torch.mul, x, 2.0), "sum", group)), "sum", group)
+            a, b = make(torch.mul, x, 2.0), make(torch.cos, x)
+            op(a, "sum", group), op(b, "sum", group)
+            del a, b
             session.step()
             torch.cuda.synchronize()
     return stats.bound, stats.staged, stats.served, sorted({e.name for e in seen.events()})

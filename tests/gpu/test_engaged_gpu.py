@@ -142,6 +142,49 @@ def graph_and_session(rank, world):
     return same, placed, sorted(reasons), calls
 
 
+def _two_sums(x, group):
+    total = F.wait_tensor(F.all_reduce(x * 2, "sum", group))
+    return total + F.wait_tensor(F.all_reduce(total.sin(), "sum", group))
+
+
+def kernel_sums(rank, world):
+    """All-reduces over CUDA's mappings, one rank late: what is wrong, and what ran."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    group, wrong, ran = dist.group.WORLD.group_name, [], set()
+    given = {"memory": "cuda", "choose": "placed", "timeout": 60.0}
+    for dtype in (torch.float32, torch.bfloat16):
+        for count in (2, 1000, 1 << 14, (1 << 20) + 6):
+            x = torch.randn(count, device="cuda", dtype=dtype)
+            want = _two_sums(x, group)
+            torch._dynamo.reset()
+            backend = symmplan.backend(inner="eager", **given)
+            compiled = torch.compile(_two_sums, backend=backend, fullgraph=True)
+            for turn in range(6):
+                if turn % 2 == rank:
+                    torch.cuda._sleep(2_000_000)
+                if not torch.equal(compiled(x, group), want):
+                    wrong.append(("graph", dtype, count))
+            checked = [backend.check(lambda c=compiled, x=x, g=group: c(x, g))]
+            backend.release()
+            with symmplan.eager(**given) as session:
+
+                def iteration(x=x, want=want, session=session):
+                    if not torch.equal(_two_sums(x, group), want):
+                        wrong.append(("session", x.dtype, x.numel()))
+                    session.step()
+
+                for _ in range(4):
+                    iteration()
+                checked.append(session.check(iteration))
+            ran |= {
+                (s.planned.algorithm, s.algorithm, *s.kernels) for c in checked for s in c.calls
+            }
+    return wrong, ran
+
+
 def told(rank, world):
     import torch.distributed as dist
 
@@ -195,6 +238,14 @@ def test_graphs_and_sessions_are_checked(pool):
         assert placed > 0
         for checked in calls:
             assert [ran for *_, ran, _ in checked] == ["symmetric", "symmetric"]
+
+
+@pytest.mark.first
+def test_a_kernel_adds_up_over_mappings(pool):
+    for wrong, ran in pool.run(kernel_sums):
+        print(ran)
+        assert not wrong
+        assert ran == {("symmetric", "symmetric", "two_shot_all_reduce_kernel_inplace")}
 
 
 @pytest.mark.parametrize("choose", ["measure", "symmetric", "copy engine", "push"])

@@ -291,6 +291,7 @@ ALGORITHMS = {
     "shm": Lowerings("shm"),
     "process group": Lowerings("shm", "process group"),
     "nccl": Lowerings("nccl"),
+    "cuda": Lowerings("cuda"),
 }
 
 

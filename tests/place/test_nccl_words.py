@@ -41,7 +41,7 @@ def _gathers(x, y):
     whole = F.wait_tensor(F.all_gather_into_tensor(x.sin(), 2, "group"))
     odd = F.wait_tensor(F.all_gather_into_tensor(y.sin(), 2, "group"))
     both = F.all_gather_into_tensor_coalesced([x.cos(), y.cos()], 2, "group")
-    total = F.wait_tensor(F.all_reduce(y.tan(), "sum", "group"))
+    total = F.wait_tensor(F.all_reduce(x.tan(), "sum", "group"))
     return whole.sum() + odd.sum() + total.sum() + sum(F.wait_tensor(b).sum() for b in both)
 
 

@@ -23,7 +23,7 @@ from symmplan.capture.bounds import bound
 from symmplan.capture.graphs import tensor_leaves
 from symmplan.coordination.groups import resolve_groups
 from symmplan.integrate.compile.parts import declared
-from symmplan.place.algorithms import has_unequal_parts
+from symmplan.place.algorithms import has_unequal_parts, why_unfit
 from symmplan.registry.catalogue import collective_of
 from symmplan.torch_private.compilers import (
     compile_again,
@@ -123,10 +123,11 @@ class AllToAlls:
         """What the plan depends on: bytes of its tensors, whether it can be placed, may change."""
         values = (n.meta.get("val") for n in (node, *node.all_input_nodes))
         tensors = [fake for value in values for _, fake in tensor_leaves(value)]
-        unequal = lowerings.is_unequal(node, self._calls[node], self._groups[node])
+        row = lowerings.row(self._calls[node], self._groups[node])
+        unfit = row is not None and bool(why_unfit(row, node))
         parts = (tuple(a) for a in node.args if isinstance(a, (list, tuple)) and a)
         given = any(sizes in self._given for sizes in parts)
-        return [*(bound(t.numel() * t.element_size()) for t in tensors), unequal, given]
+        return [*(bound(t.numel() * t.element_size()) for t in tensors), unfit, given]
 
 
 def _is_same(other: Any, index: int, sizes: list[Any]) -> bool:

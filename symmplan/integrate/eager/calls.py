@@ -8,7 +8,6 @@ already filled in.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +21,7 @@ from symmplan.errors import RunError
 from symmplan.integrate.eager.faults import REDO
 from symmplan.memory.ops.library import IMPLEMENTATIONS
 from symmplan.memory.ops.one_sided import all_to_all_single_out
+from symmplan.memory.segment import in_segment
 from symmplan.place.lower import launch
 from symmplan.registry import bind_arguments
 from symmplan.runtime.watching import watched
@@ -146,6 +146,9 @@ class EagerMachine:
             row = None if self.event.placed is None else self.event.placed.row
             if row is not None and not row.synchronous:
                 self._until(work, kwargs["out"])
+        elif op.namespace == "symm_mem":
+            found = {name: self._found(x) for name, x in kwargs.items()}
+            self.do(op, *map(self._found, args), **found)
         elif form is None or op.namespace != "_c10d_functional":
             self.do(op, *args, **kwargs)
         else:
@@ -176,8 +179,21 @@ class EagerMachine:
         self, call: PlacedCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CallValue:
         """Call the op itself."""
+        if call.overload.namespace == "symm_mem":
+            args = tuple(map(self._found, args))
+            kwargs = {name: self._found(x) for name, x in kwargs.items()}
         self.raw = self.do(watched(call.overload), _KEYS, *args, **kwargs)
         return self.raw
+
+    def _found(self, value: Any) -> Any:
+        """A tensor for torch's kernels, which count from where an allocation begins.
+
+        The storage of a leased tensor begins elsewhere.
+        """
+        if isinstance(value, CallValue) and value in self.bound:
+            self.staged.append((self.bound[value], value))  # what the program gets back
+            return self.bound[value]
+        return in_segment(value) if isinstance(value, torch.Tensor) else value
 
     def item(self, result: CallValue, path: tuple[int, ...]) -> CallValue:
         """One tensor of a result."""
@@ -429,12 +445,3 @@ def _copy_back(call: PlacedCall, machine: EagerMachine, staged: Staged) -> None:
                 machine.do(_WAIT, view)
             machine.copy(source, view)
             machine.staged.append((view, source))
-
-
-def counted(events: Sequence[Event]) -> Counter[str]:
-    """The counts that the calls of ``events`` add to `Stats`."""
-    return Counter(
-        served=sum(e.placed is not None and not e.declined for e in events),
-        plain=sum(e.call.kind == "op" and (e.placed is None or e.declined) for e in events),
-        copies=sum(e.copies for e in events if not e.declined),
-    )

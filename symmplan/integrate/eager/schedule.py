@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import gc
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attrs import define, field
@@ -200,3 +201,12 @@ def perform(acts: Sequence[Act]) -> None:
 def name_of(op: Any, kind: str) -> str:
     """Name of a call, for people."""
     return f"symmplan.{kind}" if op is None else str(op.name())
+
+
+def counted(events: Sequence[Event]) -> Counter[str]:
+    """The counts that the calls of ``events`` add to `Stats`."""
+    return Counter(
+        served=sum(e.placed is not None and not e.declined for e in events),
+        plain=sum(e.call.kind == "op" and (e.placed is None or e.declined) for e in events),
+        copies=sum(e.copies for e in events if not e.declined),
+    )

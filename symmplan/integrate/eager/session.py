@@ -15,11 +15,11 @@ from symmplan.coordination.own import in_own_work
 from symmplan.coordination.sessions import SessionKeys, enter_session
 from symmplan.device import device_of
 from symmplan.errors import RunError, SessionError
-from symmplan.integrate.eager.calls import counted, settle
+from symmplan.integrate.eager.calls import settle
 from symmplan.integrate.eager.faults import LEFT, NOT_ENTERED, Faults, misused
 from symmplan.integrate.eager.kernels import Cursor, declared_names, install, overload_name
 from symmplan.integrate.eager.recording import IterationRecording, Settings, meet
-from symmplan.integrate.eager.schedule import perform
+from symmplan.integrate.eager.schedule import counted, perform
 from symmplan.integrate.eager.sleep import sleep
 from symmplan.integrate.eager.streams import Roles, streams_of
 from symmplan.memory.beyond import beyond_segments

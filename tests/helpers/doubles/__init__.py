@@ -105,8 +105,9 @@ def installed(*, total=80 << 30, had=4 << 30, nccl=(2, 28, 9), counted=False, ra
         stack.enter_context(mock.patch.object(clock, "_REPETITIONS", 2))
         # A copy past torch would not wait for what its stream has queued.
         stack.enter_context(mock.patch.object(kernels, "_SMALL", -1))
-        network.install()
-        stack.callback(network.uninstall)
+        for double in (network, memory):
+            double.install()
+            stack.callback(double.uninstall)
         if counted:
             stack.enter_context(Counted(device))
         if races:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 
 import torch
 
 from doubles.capacity import mapped, mapping_of
 from doubles.network import WINDOW, Block, exchanged
-from doubles.streams import put, streams
+from doubles.streams import put, streams, touch
 from symmplan.torch_private import c10d as names
 
 _BACKENDS = ("CUDA", "NCCL", "NVSHMEM")
@@ -31,6 +32,7 @@ class SymmetricMemory:
         self.device, self.network = device, network
         self.name, self.used = "CUDA", False
         self._files = []
+        self._handles = []
         streams().copied = self._copied
 
     def _copied(self, target):
@@ -111,7 +113,84 @@ class SymmetricMemory:
         self.network.peers = alive + others
         barriers = [_Barrier(self.device, group) for _ in range(2)]
         exchanged(group, "mapped")
-        return Handle(self.name, group, peers, barriers)
+        handle = Handle(self.name, group, peers, barriers)
+        self._handles = [known for known in self._handles if known[0].alive]
+        self._handles.append((block, group, weakref.ref(handle)))  # whose bytes end with it
+        return handle
+
+    # Kernels.
+
+    def install(self):
+        """Give ops of ``symm_mem::`` kernels."""
+        self._library = torch.library.Library("symm_mem", "IMPL")
+        for name, kernel in (
+            ("one_shot_all_reduce", self._one_shot),
+            ("two_shot_all_reduce_", self._two_shot),
+        ):
+            self._library.impl(name, kernel, "CPU", allow_override=True)
+
+    def uninstall(self):
+        self._library._destroy()
+
+    def _one_shot(self, tensor, reduce_op, group_name):
+        """Each rank adds up all of it, in the order of the ranks."""
+        handle = self._met("one_shot_all_reduce", tensor, reduce_op, group_name)
+        made = torch.empty_like(tensor)
+        parts = _parts(handle, tensor, 0, tensor.numel())
+        self._run("one_shot_all_reduce_kernel", tensor, group_name, handle, parts, [made.view(-1)])
+        return made
+
+    def _two_shot(self, tensor, reduce_op, group_name):
+        """Each rank adds up its part of it, in the order of the ranks."""
+        handle = self._met("two_shot_all_reduce", tensor, reduce_op, group_name)
+        part = -(-tensor.numel() // handle.world_size)
+        begin = min(part * handle.rank, tensor.numel())
+        parts = _parts(handle, tensor, begin, min(part, tensor.numel() - begin))
+        name = "two_shot_all_reduce_kernel_inplace"
+        self._run(name, tensor, group_name, handle, parts, parts)
+        return tensor
+
+    def _met(self, what, tensor, reduce_op, group_name):
+        """The handle of the allocation of a tensor that a kernel takes."""
+        group = names.group_by_name(group_name)
+        if not tensor.is_contiguous():
+            self.network.refuse(f"{what}: input must be contiguous")
+        if reduce_op != "sum":
+            self.network.refuse(f"{what}: only sum is supported for now")
+        if tensor.dtype not in (torch.float32, torch.bfloat16):
+            self.network.refuse(f'"{what}" not implemented for {tensor.dtype}')
+        if tensor.numel() * tensor.itemsize % 4:
+            self.network.refuse(f"{what}: input size must be at least 4-byte aligned")
+        met = [handle() for b, g, handle in self._handles if g is group and b.holds(tensor)]
+        if self.name != "CUDA" or not any(met):
+            self.network.refuse(f"{what}: a rendezvous in the middle of a step, or none")
+        return met[-1]
+
+    def _run(self, name, tensor, group_name, handle, parts, targets):
+        """The parts of all ranks are added up between two barriers."""
+
+        def add():
+            total = parts[0].clone()
+            for other in parts[1:]:
+                total += other
+            for target in targets:
+                put(target, total)
+
+        stream = streams().current
+        touch(tensor, name, writes=targets is parts, stream=stream)
+        self.network.ran(name, group_name)
+        handle.barrier()
+        stream.queue(add)
+        handle.barrier()
+
+
+def _parts(handle, tensor, begin, count):
+    """Elements of a tensor on each rank: kernels count from where its storage begins, wherever that
+    is in the allocation.
+    """
+    first = tensor.storage_offset() + begin
+    ranks = range(handle.world_size)
+    return [handle.get_buffer(r, (count,), tensor.dtype, first) for r in ranks]
 
 
 class Handle:

@@ -1,0 +1,165 @@
+"""Kernels of torch's symmetric memory over CUDA's mappings, on the doubles of a device.
+
+Those that add up all-reduces in a plan, and those that a program calls itself.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from doubles import on_devices, state
+from ranks import pool_of
+from test_on_devices import _same, _turns, _without_races
+
+import symmplan
+
+pytestmark = pytest.mark.ranks
+
+F = torch.ops._c10d_functional
+
+pair = pool_of(2, timeout=100.0)
+
+
+def _sums(x, group):
+    """All-reduces that torch's kernel adds up, and others, each with the bytes of others before."""
+    total = F.wait_tensor(F.all_reduce(x.sin(), "sum", group))
+    mean = F.wait_tensor(F.all_reduce(total * 2, "avg", group))
+    most = F.wait_tensor(F.all_reduce(total.to(torch.float16), "max", group))
+    gathered = F.wait_tensor(F.all_gather_into_tensor(mean, 2, group))
+    odd = F.wait_tensor(F.all_reduce(x[0, :3].bfloat16(), "sum", group))
+    even = F.wait_tensor(F.all_reduce(x[0, :2].bfloat16() + mean[0, 0].bfloat16(), "sum", group))
+    many = F.all_reduce_coalesced([gathered.cos(), gathered + 1], "sum", group)
+    turned, flat = x.t() * 3, total.tan()
+    if not torch.compiler.is_compiling():  # AOTAutograd knows no ops that return what they write
+        F.wait_tensor(F.all_reduce_(turned, "sum", group))
+        F.wait_tensor(F.all_reduce_(flat, "sum", group))
+    return most, odd, even, turned, flat, *(F.wait_tensor(each) * 2 for each in many)
+
+
+def _many_sums(rank, world, how, inner="eager"):
+    torch._dynamo.reset()
+    plain = torch.compile(_sums, backend=inner, fullgraph=True) if how == "graph" else _sums
+    group, turns = _turns(rank, by=plain)
+    torch._dynamo.reset()
+    before, wrong = len(state().kernels), []
+    given = {"memory": "cuda", "choose": "placed", "timeout": 30.0}
+    if how == "graph":
+        backend = symmplan.backend(inner=inner, **given)
+        compiled = torch.compile(_sums, backend=backend, fullgraph=True)
+        wrong = [i for i, (x, want) in enumerate(turns) if not _same(compiled(x, group), want)]
+        plan = backend.plans[0]
+        backend.release()
+    else:
+        with symmplan.eager(**given) as session:
+            for i, (x, want) in enumerate(turns):
+                if not _same(_sums(x, group), want):
+                    wrong.append(i)
+                session.step()
+            plan = session.plan
+    kernels = sum("two_shot" in name for name in state().kernels[before:])
+    others = {u.reason for u in plan.unplanned if "adds up" in u.reason}
+    return wrong, kernels, len(others), [s.signal_pad for s in plan.segments], state().refused
+
+
+@pytest.mark.parametrize("how", ["graph", "session"])
+def test_all_reduces_that_a_kernel_adds_up(pair, how):
+    races = how == "session"  # which no compiled graph can look for
+    first, second = pair.run(_without_races if races else on_devices, _many_sums, how)
+    assert first == second
+    wrong, kernels, others, pads, refused = first
+    assert (wrong, refused) == ([], [])
+    assert kernels >= 4 * 4
+    assert others == 1
+    assert any(pads)
+
+
+@pytest.mark.further
+def test_all_reduces_of_inductor_s_graphs(pair):
+    first, second = pair.run(on_devices, _many_sums, "graph", "inductor")
+    assert first == second
+    wrong, kernels, _, _, refused = first
+    assert (wrong, refused) == ([], [])
+    assert kernels == 2 * 5  # Inductor's coalesced ones return what they write, in a list
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over ranks of what a backward sums again."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        y = (x * 2).sin()
+        ctx.save_for_backward(y)
+        ctx.group = group
+        return torch.ops.symm_mem.one_shot_all_reduce(y, "sum", group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (y,) = ctx.saved_tensors
+        return gradient * torch.ops.symm_mem.one_shot_all_reduce(y, "sum", ctx.group), None
+
+
+class _Kernels(torch.nn.Module):
+    """Torch's kernels on parameters, and on what a forward leaves in placements."""
+
+    def __init__(self, rank):
+        super().__init__()
+        torch.manual_seed(rank)
+        self.ours = torch.nn.ParameterList(torch.randn(4, 8) for _ in range(2))
+
+    def forward(self, x, group):
+        for weight in self.ours:
+            total = torch.ops.symm_mem.one_shot_all_reduce(weight.detach(), "sum", group)
+            x = _Summed.apply(x * weight, group) + total
+        return x.pow(2).sum()
+
+
+def _plainly(tensor, reduce_op, group):
+    return F.wait_tensor(F.all_reduce(tensor, reduce_op, group))
+
+
+def _torchs_kernels(rank, world, how):
+    """Steps with kernels of torch's on tensors that outlive a graph or a call: what is wrong."""
+    import torch.distributed as dist
+
+    torch._dynamo.reset()
+    group, model = dist.group.WORLD.group_name, _Kernels(rank)
+    inputs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+
+    def step(run, x):
+        loss = run(x, group)
+        loss.backward()
+        found = [loss.detach().clone(), *(w.grad.clone() for w in model.ours)]
+        model.zero_grad()
+        return found
+
+    with mock.patch.object(torch.ops.symm_mem, "one_shot_all_reduce", _plainly):
+        want = [step(model, x) for x in inputs]
+    given = {"memory": "cuda", "choose": "placed", "timeout": 30.0}
+    wrong = []
+    if how == "graph":
+        backend = symmplan.backend(inner="eager", bind=True, **given)
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        wrong = [i for i, x in enumerate(inputs) if not _close(step(compiled, x), want[i])]
+        placed = backend.stats.placed
+        backend.release()
+    else:
+        with symmplan.eager(**given) as session:
+            for i, x in enumerate(inputs):
+                if not _close(step(model, x), want[i]):
+                    wrong.append(i)
+                session.step()
+            placed = session.stats.placed
+    return wrong, placed, state().refused
+
+
+def _close(got, want):
+    return all(map(torch.allclose, got, want))
+
+
+@pytest.mark.parametrize("how", ["graph", "session"])
+def test_torchs_kernels_find_what_outlives_a_graph(pair, how):
+    for wrong, placed, refused in pair.run(on_devices, _torchs_kernels, how):
+        assert (wrong, refused) == ([], [])
+        assert placed
