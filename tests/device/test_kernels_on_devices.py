@@ -14,10 +14,12 @@ from ranks import pool_of
 from test_on_devices import _same, _turns, _without_races
 
 import symmplan
+from symmplan.memory import realize
 
 pytestmark = pytest.mark.ranks
 
 F = torch.ops._c10d_functional
+CPU = torch.device("cpu")
 
 pair = pool_of(2, timeout=100.0)
 
@@ -82,6 +84,28 @@ def test_all_reduces_of_inductor_s_graphs(pair):
     wrong, kernels, _, _, refused = first
     assert (wrong, refused) == ([], [])
     assert kernels == 2 * 5  # Inductor's coalesced ones return what they write, in a list
+
+
+def _meetings(rank, world):
+    """The channels of the signal pad on which a kernel and a segment's barrier meet."""
+    import torch.distributed as dist
+
+    group = dist.group.WORLD.group_name
+    problem = symmplan.Problem.from_intervals([("x", 0, 1, 64)])
+    with realize(symmplan.plan(problem), memory="cuda", device=CPU, timeout=30.0) as arena:
+        x = arena.tensor("x", torch.float32).fill_(1.0)
+        torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", group)
+        (segment,) = arena.segments.values()
+        segment.barrier()
+        ((*_, handle),) = state().memory.handles
+        return x.tolist(), sorted(handle().met)
+
+
+def test_barriers_have_a_channel_that_no_kernel_has(pair):
+    for sums, (first, last) in pair.run(on_devices, _meetings):
+        assert set(sums) == {2.0}
+        assert first == 0  # a block of the kernel
+        assert last == 2048 // 4 // 2 - 1
 
 
 class _Summed(torch.autograd.Function):

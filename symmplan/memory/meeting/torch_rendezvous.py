@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchRendezvous", "first_line"]
 
-#: The channel of the signal pad that symmplan's barriers use.
-_CHANNEL = 0
+#: Bytes of a channel of the signal pad for each rank.
+_CHANNEL = 4
 
 
 class TorchRendezvous(Rendezvous):
@@ -58,6 +58,9 @@ class TorchRendezvous(Rendezvous):
         self.handle = handle
         self._own: torch.Tensor | None = own
         self._timeout = timeout
+        # Each block of a kernel has a channel, from the first on; the last is ours.
+        channels = getattr(handle, "signal_pad_size", 0) // (_CHANNEL * group.size)
+        self._channel = max(0, channels - 1)
         self._token: torch.Tensor | None = None
         if by_collective:
             self._token = torch.zeros(1, dtype=torch.int32, device=own.device)
@@ -103,7 +106,7 @@ class TorchRendezvous(Rendezvous):
             dist.all_reduce(self._token, group=self.group.process_group)
             return
         seconds = self._timeout if timeout is None else timeout
-        self.handle.barrier(channel=_CHANNEL, timeout_ms=int(seconds * 1000))
+        self.handle.barrier(channel=self._channel, timeout_ms=int(seconds * 1000))
 
     def enter(self, call: bytes, free: Sequence[int] = (), site: str = "") -> None:
         """A barrier. Nothing is compared: that would need the host."""

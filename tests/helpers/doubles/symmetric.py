@@ -13,6 +13,7 @@ from doubles.network import WINDOW, Block, exchanged
 from doubles.streams import put, streams, touch
 from symmplan.torch_private import c10d as names
 
+_PAD = 2048
 _BACKENDS = ("CUDA", "NCCL", "NVSHMEM")
 
 
@@ -26,13 +27,14 @@ class SymmetricMemory:
     Attributes:
         name: The allocator.
         used: Whether it has allocated, after which no other can be chosen.
+        handles: ``(allocation, group, its handle)`` of all that met; the last held weakly.
     """
 
     def __init__(self, device, network):
         self.device, self.network = device, network
         self.name, self.used = "CUDA", False
         self._files = []
-        self._handles = []
+        self.handles = []
         streams().copied = self._copied
 
     def _copied(self, target):
@@ -111,11 +113,12 @@ class SymmetricMemory:
         alive = [block for block in self.network.peers if block.alive]
         others = [Block.of(p) for r, p in enumerate(peers) if r != group.rank()]
         self.network.peers = alive + others
-        barriers = [_Barrier(self.device, group) for _ in range(2)]
+        channels = _PAD // (4 * group.size())
+        barriers = {n: _Barrier(self.device, group) for n in sorted({0, 1, channels - 1})}
         exchanged(group, "mapped")
         handle = Handle(self.name, group, peers, barriers)
-        self._handles = [known for known in self._handles if known[0].alive]
-        self._handles.append((block, group, weakref.ref(handle)))  # whose bytes end with it
+        self.handles = [known for known in self.handles if known[0].alive]
+        self.handles.append((block, group, weakref.ref(handle)))  # whose bytes end with it
         return handle
 
     # Kernels.
@@ -161,7 +164,7 @@ class SymmetricMemory:
             self.network.refuse(f'"{what}" not implemented for {tensor.dtype}')
         if tensor.numel() * tensor.itemsize % 4:
             self.network.refuse(f"{what}: input size must be at least 4-byte aligned")
-        met = [handle() for b, g, handle in self._handles if g is group and b.holds(tensor)]
+        met = [handle() for b, g, handle in self.handles if g is group and b.holds(tensor)]
         if self.name != "CUDA" or not any(met):
             self.network.refuse(f"{what}: a rendezvous in the middle of a step, or none")
         return met[-1]
@@ -200,11 +203,18 @@ class Handle:
         name: Of the allocator.
         group: The group.
         peers: Each rank's bytes.
-        barriers: One of each channel.
+        barriers: ``{channel: its barrier}`` of the first two and the last.
+
+    Attributes:
+        signal_pad_size: In bytes.
+        met: The channels on which ranks met.
     """
+
+    signal_pad_size = _PAD
 
     def __init__(self, name, group, peers, barriers):
         self._name, self._peers, self._barriers = name, peers, barriers
+        self.met = set()
         self.rank, self.world_size = group.rank(), group.size()
 
     def get_buffer(self, place, shape, dtype, begin=0):
@@ -219,6 +229,7 @@ class Handle:
         """In the order of the current stream; NCCL's handles have none."""
         if self._name != "CUDA":
             raise RuntimeError("NYI: NCCL's symmetric memory has no barrier")
+        self.met.add(channel)
         self._barriers[channel].meet(timeout_ms or 60_000)
 
 
