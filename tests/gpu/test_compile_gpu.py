@@ -28,7 +28,7 @@ def _begin(rank, seed):
     torch.cuda.set_device(rank)
     torch._dynamo.reset()
     torch.manual_seed(seed)
-    return torch.device("cuda", rank), dist.group.WORLD.group_name
+    return torch.device("cuda", torch.cuda.current_device()), dist.group.WORLD.group_name
 
 
 def _run(rank, world_size, memory, inner):

@@ -1,7 +1,8 @@
 """Right numbers on CUDA devices over NCCL, however their streams are delayed.
 
-The programs of `test_right_numbers`, with sleep kernels as pauses. ``SYMMPLAN_EXAMPLES=100`` draws
-so many random programs for each integration.
+Ranks that share a device have CUDA's mappings instead. The programs of `test_right_numbers`, with
+sleep kernels as pauses. ``SYMMPLAN_EXAMPLES=100`` draws so many random programs for each
+integration.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import functools
 
 import pytest
 import torch
-from devices import needs_devices, ranks_on
+from devices import SHARED, needs_devices, ranks_on
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from one_sided_programs import one_sided_programs
@@ -31,7 +32,7 @@ pytestmark = [*needs_devices(), pytest.mark.timeout(900)]
 
 #: Iterations of each program; each is run with every rank late in two ways.
 TURNS = 25
-_MEMORY = "nccl"
+_MEMORY = "cuda" if SHARED else "nccl"
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +48,8 @@ def _setup_device(rank, world_size):
 
 
 def _on_device(work, rank, world_size, *given, **more):
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", torch.cuda.current_device())
     return work(rank, world_size, *given, device=device, memory=_MEMORY, **more)
 
 
