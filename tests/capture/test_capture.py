@@ -8,13 +8,14 @@ import custom_ops
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from programs import Program, make_inputs, programs, run
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import symmplan
+from examples import examples
 from symmplan.capture import capture_fx
 from symmplan.capture.graphs import tensor_leaves
 from symmplan.errors import CaptureError
@@ -336,9 +337,7 @@ def _is_view(node):
     return node.target is operator.getitem or name in views
 
 
-@settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=programs())
 def test_no_two_live_storages_share_a_byte(groups, program: Program):
     """An oracle that knows nothing of schemas: real tensors, real storages, real addresses."""
@@ -364,9 +363,7 @@ def test_no_two_live_storages_share_a_byte(groups, program: Program):
             assert first[1] < second[0], f"{a} and {b} share bytes while both live"
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=programs())
 def test_every_declared_tensor_is_placed_or_explained(groups, program: Program):
     gm = trace(lambda *ts: run(program, groups, *ts), *make_inputs(program, 0))

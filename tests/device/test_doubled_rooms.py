@@ -210,6 +210,7 @@ def test_a_measurement_takes_nothing_beside_what_the_allocator_has_cached(two):
     assert two.run(on_devices, _measured) == [[0], [0]]
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 @pytest.mark.all_cases
 def test_what_was_placed_is_measured_where_the_device_is_full_later(two):
@@ -390,6 +391,7 @@ def _set(rank, world):
     return found
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 @pytest.mark.all_cases
 def test_what_a_program_has_set_does_not_reach_into_measurements(two):

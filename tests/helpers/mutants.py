@@ -219,6 +219,7 @@ def _run(copy: Path, tests: str, seconds: int) -> str:
     environment = {
         **os.environ,
         "HYPOTHESIS_PROFILE": "mutants",
+        "EXAMPLES": "all",
         "PYTHONDONTWRITEBYTECODE": "1",  # mutants of one length and second would pass for equal
         "PYTHONPATH": str(copy),
     }

@@ -11,12 +11,13 @@ import threading
 import pytest
 import torch
 from held import segments_of_plans
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from memory_plans import hand_made, two_segments
 from steps import lines_of
 
 import symmplan
+from examples import examples
 from symmplan.coordination.groups import Group, is_gone, this_process
 from symmplan.errors import (
     BackendError,
@@ -208,7 +209,7 @@ def test_collectives_of_one(arena):
         ops.barrier_(part, "default")
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=6),
     probes=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6000)), max_size=10),

@@ -42,6 +42,7 @@ def check(plan, advice):
         copied.verify()
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_of_real_ranks_are_values(kind, two):
@@ -54,6 +55,7 @@ def test_plans_of_real_ranks_are_values(kind, two):
         assert "unsharded_modules" in {a.kind for _, (_, trades) in mine for a in trades}
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_of_simulated_ranks_are_values(kind):
     torch._dynamo.reset()  # what other tests compiled counts against Dynamo's limit

@@ -10,10 +10,11 @@ import sys
 import numpy as np
 import pytest
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import interval_lists, problems
 
+from examples import examples
 from symmplan.errors import CapacityError, OptionError, PlanFormatError, PlanningError, ProblemError
 from symmplan.model import Access, Barrier, Buffer, Operation, Plan, Problem, Unplanned
 from symmplan.planner import plan
@@ -106,7 +107,7 @@ def test_an_empty_problem_has_an_empty_plan():
     assert Plan.from_json(made.to_json()).to_json() == made.to_json()
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80, deadline=None)
 @given(interval_lists(max_buffers=8), st.integers(1, 40))
 def test_capacity_is_met_or_a_set_that_cannot_fit_is_named(rows, capacity):
     problem = Problem.from_intervals(rows)
@@ -189,7 +190,7 @@ def test_csv(tmp_path):
 # JSON ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100, deadline=None)
 @given(problems())
 def test_json_keeps_everything(problem):
     problem = evolve(problem, unplanned=[Unplanned("t", "op", "x", "why", 4)])
@@ -266,7 +267,7 @@ def test_foreign_and_broken_texts_are_refused(text, message):
     assert "fix: " in str(e.value)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100, deadline=None)
 @given(st.data())
 def test_a_corrupt_text_never_crashes(data):
     from symmplan.errors import SymmplanError

@@ -11,6 +11,8 @@ from explorer_graphs import ALGORITHMS, fx_programs, rewritten, traced, world
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
+from examples import examples
+
 RANKS = 3
 
 
@@ -24,7 +26,7 @@ def _lowered(program, algorithm, groups, **how):
     return rewritten(copy.deepcopy(traced(program, groups, RANKS)), ALGORITHMS[algorithm], **how)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.data())
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_graphs_do_what_was_planned(groups, algorithm, data):

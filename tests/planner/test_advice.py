@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import given
 from strategies import problems
 
+from examples import examples
 from symmplan.errors import PlanningError
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan
@@ -70,7 +71,7 @@ def test_a_barrier_between_runs_may_go_with_the_one_before_it():
         plan(a.problem).verify()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60, deadline=None)
 @given(problems())
 def test_every_saving_is_verified(problem):
     try:

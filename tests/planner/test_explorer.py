@@ -23,9 +23,11 @@ from explorer.machine import (
 )
 from explorer.program import threads_of
 from explorer_programs import tiny_programs
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from paths import HELPERS
+
+from examples import examples
 
 # -- every order -------------------------------------------------------------------------------
 
@@ -68,7 +70,7 @@ def by_trying_all(threads, expected, symbols) -> str:
     return "right"
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(crowded(ranks=(2,), groups=False, max_calls=1, iterations=1))
 def test_agrees_with_trying_all_orders(case):
     prepared = _prepared(*case)
@@ -139,7 +141,7 @@ _EQUAL = (
 
 
 @example(_EQUAL)
-@settings(max_examples=150)
+@examples(150)
 @given(crowded(max_calls=4))
 def test_agrees_with_the_definition(case):
     prepared = _prepared(*case)

@@ -112,7 +112,11 @@ _SHOWN_BY = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
+#: One in three in each run of the README's command.
+_LIES = [pytest.param(lie, marks=[pytest.mark.further] * (i % 3 > 0)) for i, lie in enumerate(LIES)]
+
+
+@pytest.mark.parametrize("lie", _LIES)
 def test_what_the_planner_is_told_counts(lie):
     def misled(program: TinyProgram) -> bool:
         problem = problem_of(program)

@@ -7,12 +7,13 @@ from itertools import combinations, product
 import networkx as nx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from instances import stream_program
 from steps import lines_of
 from strategies import problems
 
+from examples import examples
 from symmplan.errors import ProblemError
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import graphs
@@ -31,7 +32,7 @@ def with_ops(ops, edges=()):
     return Problem([Buffer("b", 1)], ops, [Access(ops[0].name, "b")], edges=edges)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200, deadline=None)
 @given(problems(max_operations=7, max_buffers=1, **PLAIN))
 def test_clocks_agree_with_all_linear_extensions(problem):
     before = happens_before(problem)
@@ -50,7 +51,7 @@ def test_clocks_agree_with_all_linear_extensions(problem):
     assert tuple(o.name for o in paths.operations) in extensions
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200, deadline=None)
 @given(problems(max_operations=30, max_buffers=1, **PLAIN))
 def test_the_graph_says_what_the_clocks_say(problem):
     graph, order = problem.graph(), order_of(problem)
@@ -64,7 +65,7 @@ def test_the_graph_says_what_the_clocks_say(problem):
     assert len(problem.graph()) == len(problem.operations)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50, deadline=None)
 @given(problems(max_operations=30, max_buffers=1, **PLAIN), st.integers(1, 5))
 def test_paths_are_the_same_however_many_are_looked_for_at_a_time(problem, at_a_time):
     paths, before = Paths(problem.graph()), happens_before(problem)
@@ -76,7 +77,7 @@ def test_paths_are_the_same_however_many_are_looked_for_at_a_time(problem, at_a_
     assert {pair for pair, there in zip(pairs, found, strict=True) if there} == before
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200, deadline=None)
 @given(problems(max_operations=7, max_buffers=7, constraints=True, **PLAIN))
 def test_interference_is_exact(problem):
     items = items_of(problem)
@@ -98,7 +99,7 @@ def test_interference_is_exact(problem):
     assert (found.matrix() == found.matrix().T).all()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200, deadline=None)
 @given(problems(max_operations=20, max_buffers=16, constraints=False, aligns=(1,), **PLAIN))
 def test_the_heaviest_clique_is_exact(problem):
     items = items_of(problem)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import given
 
+from examples import examples
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner.parameters import plan_with_parameters, without_room
 
@@ -72,7 +73,7 @@ def planned(problem):
     return plan
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(programs())
 def test_each_module_has_one_offset_and_only_those_at_once_are_apart(program):
     problem, _ = program
@@ -111,7 +112,7 @@ def test_a_module_that_an_evaluation_leaves_unsharded_takes_bytes_of_its_own_and
     assert planned(steps(training, "t" + "abcdefgh")).peak_bytes == 4 * 64
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(programs())
 def test_what_is_outside_of_training_takes_no_more_than_one_module_more(program):
     problem, asked = program

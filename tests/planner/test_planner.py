@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from strategies import interval_problems, problems
 from unsynchronised import unsynchronised
 
+from examples import examples
 from symmplan.errors import PlanningError, VerificationError
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan
 from symmplan.testing import conflicts, heaviest_set, lowest_peak
 
-MANY = settings(max_examples=int(os.environ.get("SYMMPLAN_EXAMPLES", "180")), deadline=None)
-SOME = settings(max_examples=80, deadline=None)
+_MOST = int(os.environ.get("SYMMPLAN_EXAMPLES", examples(180).max_examples))
+MANY = settings(max_examples=_MOST, deadline=None)
+SOME = examples(80, deadline=None)
 
 
 @MANY

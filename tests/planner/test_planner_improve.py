@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from instances import cut_rectangle
 from strategies import gap_rows, interval_problems, problems
 
+from examples import examples
 from symmplan.model import Problem
 from symmplan.planner.items import conflicts_of, items_of
 from symmplan.planner.packing import improve
@@ -36,7 +37,7 @@ def check(task, conflicts, offset, target):
         assert offset[a] + task.size[a] <= offset[b] or offset[b] + task.size[b] <= offset[a]
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80, deadline=None)
 @given(
     problems(groups=("g",), remote=False, constraints=False, pins=False, max_bytes=6)
     | interval_problems(max_buffers=7, max_time=6, max_bytes=6),
@@ -57,7 +58,7 @@ def test_squeaky_wheels_pack(problem, data):
     check(task, conflicts, offset, peak)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60, deadline=None)
 @given(interval_problems(max_buffers=12), st.integers(0, 20_000), st.data())
 def test_an_improved_packing_is_one_and_no_higher(problem, work, data):
     task, conflicts = prepared(problem)
@@ -83,7 +84,7 @@ def test_where_all_is_pinned_nothing_is_improved():
     assert (improver.offset.tolist(), improver.peak) == ([3], 4)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100, deadline=None)
 @given(
     interval_problems(max_buffers=12),
     st.integers(0, 8),

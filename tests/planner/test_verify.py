@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from attrs import evolve
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 from instances import steady_stream, stream_program
 from steps import lines_of
@@ -17,6 +17,7 @@ from strategies import problems
 from unsynchronised import unsynchronised
 
 import symmplan.planner.verify as verify_package
+from examples import examples
 from symmplan.errors import PlanningError, VerificationError
 from symmplan.model import Access, Barrier, Bound, Buffer, Operation, Placement, Problem
 from symmplan.planner import order, plan
@@ -187,7 +188,7 @@ def test_a_persistent_buffer_shares_with_nothing(made):
     assert kind_of(wrong) in ("overlap", "apart")
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80, deadline=None)
 @given(problems(pins=False), st.data())
 def test_a_moved_buffer_is_caught_exactly_if_it_is_wrong(problem, data):
     try:
@@ -222,7 +223,7 @@ def test_a_moved_buffer_is_caught_exactly_if_it_is_wrong(problem, data):
         assert (kind == "barrier") == bool(unsynchronised(wrong))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200, deadline=None)
 @given(problems(pins=False, constraints=False), st.data())
 def test_every_barrier_is_needed_or_harmless_and_a_missing_one_is_caught(problem, data):
     made = plan(problem)
@@ -251,7 +252,7 @@ def wrong_clocks(ahead):
         yield
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100, deadline=None)
 @given(problems(pins=False, remote=False, groups=("g",)), st.integers(1, 3))
 def test_a_planner_whose_clocks_are_wrong_is_caught(problem, ahead):
     """Its clocks say of some operations that they happened before others, and they did not."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import given
 from strategies import problems
 
 import symmplan
+from examples import examples
 from symmplan.errors import PlanningError
 from symmplan.model import Access, Barrier, Buffer, Operation, Placement, Plan, Problem, SegmentSpec
 from symmplan.planner.fingerprint import visible
@@ -93,7 +94,7 @@ def test_operations_without_an_order_stay_as_they_are():
     assert visible(unordered) is unordered
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problems())
 def test_every_plan_shows_something(problem):
     """Also one whose tensors are placed, and none of them is touched by a peer."""

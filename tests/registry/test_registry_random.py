@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import symmplan
+from examples import examples
 from symmplan import registry
 from symmplan.errors import CaptureError, DeclarationError
 from symmplan.integrate.compile import ops as compile_ops
@@ -23,8 +24,8 @@ from symmplan.model import Requirement
 
 LIB = torch.library.Library("symmtest_random", "FRAGMENT")
 NUMBER = itertools.count()
-RANDOM = settings(
-    max_examples=160,
+RANDOM = examples(
+    160,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

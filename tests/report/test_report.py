@@ -8,10 +8,11 @@ import re
 
 import pytest
 from attrs import evolve
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from steps import lines_of
 
+from examples import examples
 from symmplan.choose.choice import Choice
 from symmplan.model import Access, Buffer, Operation, Plan, Problem, Unplanned
 from symmplan.planner import plan as make_plan
@@ -98,7 +99,7 @@ def _skeleton(text: str) -> list[tuple[str, dict]]:
     return _Page(text).tags
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(plans())
 def test_no_name_becomes_html(plan):
     """The page's elements and attributes are the same whatever the names are."""
@@ -136,7 +137,7 @@ def test_collectives_have_the_milliseconds_that_were_measured(name):
     assert "collectives:" not in plan.summary()
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(plans())
 def test_the_page_carries_the_whole_plan(plan):
     data = json.loads(_Page(plan_html(plan)).texts["script"][0])
@@ -148,7 +149,7 @@ def test_the_page_carries_the_whole_plan(plan):
     assert [s["nbytes"] for s in data["segments"]] == [s.nbytes for s in plan.segments]
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(plans())
 def test_equal_plans_give_equal_pages(plan):
     again = Plan.from_json(plan.to_json())
@@ -193,7 +194,7 @@ def test_ten_thousand_buffers_make_a_small_page_with_little_work():
 # ---- the time axis ---------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(plans())
 def test_the_axis_keeps_the_order_of_the_program(plan):
     problem = plan.problem
@@ -207,7 +208,7 @@ def test_the_axis_keeps_the_order_of_the_program(plan):
         assert of_stream == sorted(of_stream)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(plans())
 def test_rectangles_never_overlap(plan):
     live = live_ranges(plan.problem, topological(plan.problem))
@@ -246,7 +247,7 @@ def test_live_ranges_are_half_open_positions():
 # ---- text and JSON ---------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(plans())
 @example(simple("a\nleft out: none"))
 def test_no_name_forges_a_line(plan):
@@ -257,7 +258,7 @@ def test_no_name_forges_a_line(plan):
     text.encode()
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(plans())
 def test_every_reason_is_told(plan):
     text = plan_summary(plan)
@@ -266,7 +267,7 @@ def test_every_reason_is_told(plan):
         assert visible(tensor.name) in text
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(plans())
 def test_facts_are_json_and_add_up(plan):
     facts = json.loads(json.dumps(plan_facts(plan)))

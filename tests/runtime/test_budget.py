@@ -103,6 +103,7 @@ def _make(rows, order):
     return make
 
 
+@pytest.mark.further
 @given(kinds(), st.integers(0, 100))
 def test_a_plan_keeps_to_its_budget_and_nobody_gives_algorithm_in_vain(drawn, percent):
     make = _make(*drawn)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from examples import examples
 from symmplan.capture.graphs import Values, example_values
 from symmplan.integrate.compile.refresh import note, refresh_changed, refresh_values
 
@@ -90,7 +91,7 @@ def _aliases(gm):
     }
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100, deadline=None)
 @given(
     kinds=st.lists(st.tuples(st.sampled_from(_KINDS), st.integers(0, 9)), min_size=1, max_size=10),
     choices=st.lists(

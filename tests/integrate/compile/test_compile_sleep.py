@@ -91,6 +91,7 @@ def _turns(rank, world, inner, wakes, **options):
     return wrong, stats, plans
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("wakes", [False, True])
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_graphs_run_on_in_new_memory(two, inner, wakes):

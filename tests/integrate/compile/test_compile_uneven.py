@@ -124,11 +124,13 @@ def test_uneven_all_to_alls_run(two, tables):
     assert found[0][2]  # the others are placed all the same
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("tables", TABLES)
 def test_so_do_their_gradients(two, tables):
     _judge(two.run(_run, "trained", TABLES[tables], {"inner": "eager"}), tables)
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("options", [{"collectives": "process group"}, {"choose": "measure"}])
 def test_however_they_run(two, options):
     found = two.run(_run, "there_and_back", TABLES["differing"], {"inner": "eager", **options})

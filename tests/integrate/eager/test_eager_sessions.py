@@ -268,6 +268,7 @@ def test_a_rank_that_made_one_session_less(two):
     assert total == other
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("how", ["well", "never entered", "recording", "raises", "replanned"])
 def test_nothing_of_a_session_stays(two, how):
     assert two.run(remains, how) == [([None] * 3, 0)] * 2

@@ -58,6 +58,7 @@ def _turns(rank, world, wakes, **options):
     return found == expected, len(prints), stats
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("wakes", [False, True])
 def test_a_session_follows_the_same_plan_in_new_memory(two, wakes):
     for right, plans, stats in two.run(_turns, wakes):

@@ -186,6 +186,7 @@ def exactly(rank, world, kind):
         return both(build, train, rank, choose="measure")
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("kind", ["experts", "hybrid", "partial"])
 def test_meshes_have_the_same_bits_where_the_group_reduces(four, kind):
     """Gathers are placed, over pairs and over four."""

@@ -89,8 +89,9 @@ def judge(found, meetings, turns=TURNS):
     assert [stats[name] for name in ("plain", "copies", "replans", "reordered")] == [0] * 4
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("wakes", [True, False])
-@pytest.mark.parametrize("choose", ["push", pytest.param("placed", marks=pytest.mark.further)])
+@pytest.mark.parametrize("choose", ["push", "placed"])
 def test_turns_have_the_same_bits_and_hold_nothing_while_asleep(two, choose, wakes):
     for found in two.run(_turns, choose, wakes):
         judge(found, 1)  # one segment, one group

@@ -9,10 +9,12 @@ import hashlib
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from memory_plans import hand_made
 from ranks import pool_of
+
+from examples import examples
 
 pytestmark = pytest.mark.ranks
 
@@ -242,8 +244,8 @@ def cases(draw, world):
     }
 
 
-@settings(
-    max_examples=200,
+@examples(
+    200,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -1,0 +1,19 @@
+"""How many examples a property gets: a third, which differ from run to run, or all of them.
+
+EXAMPLES=all python -m pytest tests/planner
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+__all__ = ["examples"]
+
+_SHARE = 1 if os.environ.get("EXAMPLES") == "all" else 3
+
+
+def examples(count, **more):
+    """Settings of a property for which ``count`` examples are enough; ``more`` are others."""
+    return settings(max_examples=count // _SHARE, **more)
