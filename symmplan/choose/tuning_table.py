@@ -2,10 +2,11 @@
 
 [Note: rules]
     These rules apply to collectives that were not measured and that no row of a table fits. In
-    shared memory every collective is symmetric. In a device's memory a collective of less than 1
-    MiB is ordinary; a larger gather runs on copy engines if the memory backend has them; a larger
-    reduce-scatter of FSDP2 is a push; all others are ordinary. In groups that two levels serve,
-    "symmetric" is two-level.
+    shared memory every collective is symmetric, and so are all-reduces over CUDA's mappings, where
+    a kernel adds them up. Else a collective of less than 1 MiB is ordinary in a device's memory; a
+    larger gather runs on copy engines if the memory backend has them; a larger reduce-scatter of
+    FSDP2 is a push; all others are ordinary. In groups that two levels serve, "symmetric" is
+    two-level.
 """
 
 from __future__ import annotations
@@ -174,6 +175,8 @@ def ruled(
     if found is not None:
         return found, "" if found != "ordinary" else "the tuning table says so"
     if not BACKENDS[memory].devices:
+        return "symmetric", ""
+    if "all_reduce" in op and memory == "cuda" and not levels:
         return "symmetric", ""
     if nbytes < _SMALL:
         return "ordinary", f"less than {_SMALL} bytes gain nothing in symmetric memory"

@@ -13,6 +13,7 @@ import torch
 from attrs import evolve, frozen
 from torch import fx
 
+from symmplan.capture.bounds import contiguous
 from symmplan.capture.graphs import at_path, overload_of
 from symmplan.memory import BACKENDS
 from symmplan.memory.backends.torch_symm import SPLIT_WORDS, is_whole_words
@@ -297,7 +298,7 @@ def why_unfit(row: Lowering, node: fx.Node) -> str:
     bound = bind_arguments(overload, node.args, node.kwargs)
     given = bound["inputs"] if row.each else [bound["input"]]
     fakes = [n.meta["val"] for n in given]
-    flat = row.inplace or all(f.is_contiguous() for f in fakes)  # a result is
+    flat = row.inplace or all(map(contiguous, fakes))  # a result is
     whole = all(f.dtype in _SUMS and is_whole_words(f.numel() * f.itemsize) for f in fakes)
     return "" if bound["reduce_op"] == "sum" and flat and whole else _OTHER_SUM
 
@@ -318,7 +319,8 @@ def _splits_words(captured: Captured, node: fx.Node) -> bool:
 
 def is_target(op: str) -> bool:
     """Whether an op is one that runs in placements, instead of others, on some backend."""
-    return op in IMPLEMENTATIONS or any(row.target == op for row in _C10D.values())
+    rows = (*_C10D.values(), *_CUDA.values())
+    return op in IMPLEMENTATIONS or any(row.target == op for row in rows)
 
 
 def overload_named(name: str) -> OpOverload:

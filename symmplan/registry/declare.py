@@ -279,6 +279,10 @@ class _Store:
         """What is declared of ``original`` holds for ``op``, too, which has the same arguments."""
         self._originals[op] = original
 
+    def original(self, op: OpOverload) -> OpOverload:
+        """The op for which one stands; itself if it stands for none."""
+        return self._originals.get(op, op)
+
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
         """A context that undoes on exit every declaration made or removed inside; for tests.
@@ -317,7 +321,7 @@ class _Store:
         A user's declaration counts first, then the catalogue, then torch's registry. Collective:
         no.
         """
-        op = self._originals.get(op, op)
+        op = self.original(op)
         cache = self._cache  # read before the declarations: see `_replace`
         upstream = torch_registry.declared_arguments(op)
         known = cache.get(op)

@@ -23,6 +23,7 @@ from symmplan.memory.beyond import expected_beyond
 from symmplan.memory.meeting.topology import simulated
 from symmplan.model import PUSHES
 from symmplan.place.algorithms import is_target
+from symmplan.registry.declare import store
 from symmplan.runtime.options import function, whole
 from symmplan.simulation.memory import Storages
 from symmplan.simulation.report import Collective, Ordinary, SimulationReport
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["simulate"]
 
-_COLLECTIVES = ("c10d", "_c10d_functional", "symmplan")
+_COLLECTIVES = ("c10d", "_c10d_functional", "symm_mem", "symmplan")
 _MEMORIES = ("auto", "nccl", "cuda", "nvshmem", "shm")
 #: Seconds between two lines that say how far a simulation is.
 _TELL = 2.0
@@ -155,8 +156,9 @@ def simulate(
         storages.results(results)
         if op.namespace in _COLLECTIVES and not world.quiet:
             call = _call(op, args, results)
-            if call is not None:
-                others.append((call, in_own_work() and is_target(call.op)))
+            placed = call is not None and in_own_work() and is_target(call.op)
+            if call is not None and (placed or op.namespace != "symm_mem"):
+                others.append((call, placed))
 
     def check_mesh(size: int) -> None:
         if size != ranks:
@@ -304,7 +306,7 @@ def _call(op: Any, args: Sequence[Any], results: Any) -> SimulatedCall | None:
         return None
     tensors = [t for t in tree_leaves([args, results]) if isinstance(t, torch.Tensor)]
     nbytes = max((t.numel() * t.element_size() for t in tensors), default=0)
-    return SimulatedCall(op._schema.name, nbytes, group)
+    return SimulatedCall(store.original(op)._schema.name, nbytes, group)
 
 
 def _check_callable_alone(program: Callable[..., Any]) -> None:
