@@ -49,8 +49,8 @@ class Lowering:
             releases on exit. Otherwise it is a collective of the process group.
         started: Of a one-sided target: it is over when it is waited for, not when it returns.
         equal: It has parts for each rank, and takes them only if all are of one size.
-        kernel: The target is a kernel of ``torch.ops.symm_mem`` that adds up, see `_SUMS`: it meets
-            through the signal pad on entry and on exit.
+        kernel: The target is a kernel of ``torch.ops.symm_mem`` that adds up, see `_SUMS`, on the
+            current stream: it meets through the signal pad on entry and on exit.
         why_not: Reason given for the declared tensors that are not needed.
         engine: Whether copy engines can run it.
     """
@@ -70,7 +70,7 @@ class Lowering:
     @property
     def synchronous(self) -> bool:
         """Whether it is over when it returns."""
-        return self.kernel or (self.one_sided and not self.started)
+        return self.one_sided and not self.started
 
     @property
     def two_levels(self) -> bool:
@@ -233,9 +233,9 @@ class Lowerings:
         if row.kernel:
             pads = (evolve(r, signal_pad=r.head in row.needs) for r in spec.requirements)
             spec = evolve(spec, requirements=tuple(pads))
-        if row.synchronous:
-            spec = evolve(spec, handshake=True, release=True, synchronizes=True, asynchronous=False)
-        return evolve(spec, fills=fills)
+        if row.kernel or row.synchronous:
+            spec = evolve(spec, handshake=True, release=True, synchronizes=True)
+        return evolve(spec, fills=fills, asynchronous=spec.asynchronous and not row.synchronous)
 
     def skip(self, spec: OpSpec, group: str, requirement: Requirement) -> str | None:
         """Why a requirement need not or cannot be met on this backend, or None to meet it."""

@@ -11,9 +11,10 @@ import pytest
 import torch
 from doubles import on_devices, state
 from ranks import pool_of
-from test_on_devices import _same, _turns, _without_races
+from test_on_devices import _on_hosts, _same, _turns, _without_races
 
 import symmplan
+from symmplan.device import device_of
 from symmplan.memory import realize
 
 pytestmark = pytest.mark.ranks
@@ -22,6 +23,7 @@ F = torch.ops._c10d_functional
 CPU = torch.device("cpu")
 
 pair = pool_of(2, timeout=100.0)
+four = pool_of(4, setup=_on_hosts, timeout=100.0)
 
 
 def _sums(x, group):
@@ -84,6 +86,48 @@ def test_all_reduces_of_inductor_s_graphs(pair):
     wrong, kernels, _, _, refused = first
     assert (wrong, refused) == ([], [])
     assert kernels == 2 * 5  # Inductor's coalesced ones return what they write, in a list
+
+
+def _elsewhere(rank, world, how):
+    """All-reduces that start on one stream and are waited for on another."""
+    import torch.distributed as dist
+
+    group, there, wrong = dist.group.WORLD.group_name, device_of(CPU), []
+    main, side = there.current_stream(), there.new_stream()
+    with symmplan.eager(memory="cuda", choose="placed", timeout=30.0) as session:
+        for step in range(5):
+            total, work = torch.full((64,), 3.0 * (rank + step)), None
+            if how == "functional":
+                total = F.all_reduce(total, "sum", group)
+            else:
+                work = dist.all_reduce(total, async_op=True)
+            with there.on_stream(side):
+                total = F.wait_tensor(total) if work is None else total
+                if work is not None:
+                    (work if how == "wait" else work.get_future()).wait()
+                found = total - 1
+            main.wait_stream(side)
+            side.synchronize()
+            wanted = sum(3.0 * (r + step) for r in range(world)) - 1
+            wrong += [] if found.tolist() == [wanted] * 64 else [(step, found[0].item(), wanted)]
+            del total, work, found
+            session.step()
+        served = session.stats.served
+    return wrong, served, sum("two_shot" in name for name in state().kernels)
+
+
+@pytest.mark.parametrize("how", ["functional", "wait", "future"])
+def test_another_stream_may_wait_for_the_kernel(pair, how):
+    for wrong, served, kernels in pair.run(_without_races, _elsewhere, how):
+        assert not wrong
+        assert served == kernels == 4
+
+
+@pytest.mark.further
+def test_over_two_hosts_there_is_no_kernel_and_another_stream_may_wait(four):
+    for wrong, served, kernels in four.run(on_devices, _elsewhere, "functional"):
+        assert not wrong
+        assert (served, kernels) == (4, 0)
 
 
 def _meetings(rank, world):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from symmplan.memory.segment import in_segment
 from symmplan.registry.declare import store
 from symmplan.registry.rows import SYMM_MEM
 from symmplan.torch_private.dispatch import dispatch_key
@@ -64,8 +65,19 @@ def without_returns(op: OpOverload, name: str = "") -> OpOverload:
     def run(*args: object, **kwargs: object) -> None:
         op(*args, **kwargs)
 
+    if op.namespace == "symm_mem":
+        run = functools.partial(_in_segment, op)
     scales = op is torch.ops.aten._scaled_mm.out
     return _define(name, f"({arguments}", _scaled_mm if scales else run)
+
+
+def _in_segment(op: OpOverload, *args: object, **kwargs: object) -> None:
+    """Torch's kernels count from where an allocation begins; an input may have its own storage."""
+    op(*map(_by_segment, args), **{name: _by_segment(x) for name, x in kwargs.items()})
+
+
+def _by_segment(value: object) -> object:
+    return in_segment(value) if isinstance(value, torch.Tensor) else value
 
 
 def _scaled_mm(

@@ -1,8 +1,7 @@
 """The planned calls of a frozen session: each is decided once, when it first comes.
 
 `symmplan.place.lower` says what a placed call does. A compiled graph has that as nodes. A session
-writes it as a Python function of the call's arguments, in which views, addresses and groups are
-already filled in.
+writes it as a Python function of its arguments, with views, addresses and groups filled in.
 """
 
 from __future__ import annotations
@@ -132,6 +131,7 @@ class EagerMachine:
         """
         self._launched = True
         form, prepare = self.event.form, IMPLEMENTATIONS.get(op._schema.name)
+        row = None if self.event.placed is None else self.event.placed.row
         if prepare is not None:
             named = {name: self._like(x) for name, x in kwargs.items()}
             if prepare is all_to_all_single_out:
@@ -143,12 +143,13 @@ class EagerMachine:
             given = (*args, *kwargs.values())
             changing = (x for x in given if isinstance(x, CallValue) and x not in self.bound)
             work = self.do(run, *changing)
-            row = None if self.event.placed is None else self.event.placed.row
             if row is not None and not row.synchronous:
                 self._until(work, kwargs["out"])
         elif op.namespace == "symm_mem":
             found = {name: self._found(x) for name, x in kwargs.items()}
             self.do(op, *map(self._found, args), **found)
+            if row is not None and row.kernel:
+                self._until(self.do(_queued, args[0]), args[0])
         elif form is None or op.namespace != "_c10d_functional":
             self.do(op, *args, **kwargs)
         else:
@@ -186,14 +187,11 @@ class EagerMachine:
         return self.raw
 
     def _found(self, value: Any) -> Any:
-        """A tensor for torch's kernels, which count from where an allocation begins.
-
-        The storage of a leased tensor begins elsewhere.
-        """
+        """A tensor for torch's kernels, which count from where an allocation begins."""
         if isinstance(value, CallValue) and value in self.bound:
             self.staged.append((self.bound[value], value))  # what the program gets back
             return self.bound[value]
-        return in_segment(value) if isinstance(value, torch.Tensor) else value
+        return in_segment(value) if isinstance(value, torch.Tensor) else value  # a leased one
 
     def item(self, result: CallValue, path: tuple[int, ...]) -> CallValue:
         """One tensor of a result."""
@@ -395,6 +393,11 @@ def _work(
 def _wait(work: Any) -> None:
     if work is not None:  # what ran on this stream has none
         work.wait()
+
+
+def _queued(out: torch.Tensor) -> Any:
+    """What the current stream has queued, for which another one may wait."""
+    return works.queued_work(device_of(out.device).record_event())
 
 
 def _ended_by_wait(out: torch.Tensor, work: Any) -> None:
