@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 
     from symmplan.capture.producers import Write
 
-#: Kernels of ``torch.ops.symm_mem``, which use the signal pad, take the begin of a storage for that
-#: of its allocation. What comes from outside may have a storage of its own in a segment.
-_OWN_STORAGE = "it comes from outside the graph, and the op must have it by its segment"
 _SHUNNED = "an op that runs in torch's own way uses it, too"
 
 
@@ -332,8 +329,6 @@ class Decider:
             return "it begins at an offset that is not known"
         if (fake.storage_offset() * fake.element_size()) % site.requirement.align:
             return f"its view starts off the alignment of {site.requirement.align} bytes"
-        if site.requirement.signal_pad and not self._is_made_here(root):
-            return _OWN_STORAGE
         if placed is not None:
             if self.buffers[placed.buffer].group != self.groups[site.node]:
                 return f"its storage is symmetric over group {self.buffers[placed.buffer].group}"

@@ -180,7 +180,10 @@ class _Kernels(torch.nn.Module):
         for weight in self.ours:
             total = torch.ops.symm_mem.one_shot_all_reduce(weight.detach(), "sum", group)
             x = _Summed.apply(x * weight, group) + total
-        return x.pow(2).sum()
+        kept = F.wait_tensor(F.all_gather_into_tensor(x.detach(), 2, group))
+        whole = F.wait_tensor(F.all_gather_into_tensor(x.detach() * 2, 2, group))
+        total = torch.ops.symm_mem.one_shot_all_reduce(whole, "sum", group)  # as a gather left it
+        return x.pow(2).sum() + total.sum() + kept.sin().sum()
 
 
 def _plainly(tensor, reduce_op, group):
@@ -206,8 +209,8 @@ def _torchs_kernels(rank, world, how):
         want = [step(model, x) for x in inputs]
     given = {"memory": "cuda", "choose": "placed", "timeout": 30.0}
     wrong = []
-    if how == "graph":
-        backend = symmplan.backend(inner="eager", bind=True, **given)
+    if how != "session":
+        backend = symmplan.backend(inner=how, bind=True, **given)
         compiled = torch.compile(model, backend=backend, fullgraph=True)
         wrong = [i for i, x in enumerate(inputs) if not _close(step(compiled, x), want[i])]
         placed = backend.stats.placed
@@ -226,7 +229,7 @@ def _close(got, want):
     return all(map(torch.allclose, got, want))
 
 
-@pytest.mark.parametrize("how", ["graph", "session"])
+@pytest.mark.parametrize("how", ["eager", "inductor", "session"])
 def test_torchs_kernels_find_what_outlives_a_graph(pair, how):
     for wrong, placed, refused in pair.run(on_devices, _torchs_kernels, how):
         assert (wrong, refused) == ([], [])

@@ -40,7 +40,7 @@ from attrs import define, field, frozen
 from torch import fx
 
 from symmplan.capture.bounds import sources
-from symmplan.integrate.compile.ops import without_returns
+from symmplan.integrate.compile.ops import by_segment, without_returns
 from symmplan.memory.leased import lease_out
 from symmplan.torch_private.ops import OpOverload
 
@@ -173,7 +173,8 @@ class Emitter:
 
     def original(self, call: PlacedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         """Call the op itself."""
-        return self.add(call.overload, args, kwargs)
+        of_torch = call.overload.namespace == "symm_mem" and call.overload._schema.returns
+        return self.add(by_segment(call.overload) if of_torch else call.overload, args, kwargs)
 
     def item(self, result: fx.Node, path: Path) -> fx.Node:
         """One tensor of a result."""

@@ -62,21 +62,32 @@ def without_returns(op: OpOverload, name: str = "") -> OpOverload:
     name = name or f"{op.name()}_{op._overloadname}".replace("::", "_").replace(".", "_")
     arguments = str(op._schema).partition("(")[2].rpartition(" -> ")[0]
 
-    def run(*args: object, **kwargs: object) -> None:
-        op(*args, **kwargs)
+    act = functools.partial(_by_segment, op) if op.namespace == "symm_mem" else op
 
-    if op.namespace == "symm_mem":
-        run = functools.partial(_in_segment, op)
+    def run(*args: object, **kwargs: object) -> None:
+        act(*args, **kwargs)
+
     scales = op is torch.ops.aten._scaled_mm.out
     return _define(name, f"({arguments}", _scaled_mm if scales else run)
 
 
-def _in_segment(op: OpOverload, *args: object, **kwargs: object) -> None:
-    """Torch's kernels count from where an allocation begins; an input may have its own storage."""
-    op(*map(_by_segment, args), **{name: _by_segment(x) for name, x in kwargs.items()})
+@functools.cache
+def by_segment(op: OpOverload) -> OpOverload:
+    """What calls an op of ``symm_mem`` on views of segments.
+
+    Torch's kernels count from where an allocation begins, which they take for the begin of a
+    tensor's storage. What a graph is given may have a storage of its own in a segment.
+    """
+    arguments, _, returns = str(op._schema).partition("(")[2].rpartition(" -> ")
+    name = f"{op.name()}_{op._overloadname}_by_segment".replace("::", "_").replace(".", "_")
+    return _define(name, f"({arguments}", functools.partial(_by_segment, op), returns, op)
 
 
-def _by_segment(value: object) -> object:
+def _by_segment(op: OpOverload, *args: object, **kwargs: object) -> Any:
+    return op(*map(_in_segment, args), **{name: _in_segment(x) for name, x in kwargs.items()})
+
+
+def _in_segment(value: object) -> object:
     return in_segment(value) if isinstance(value, torch.Tensor) else value
 
 
@@ -89,10 +100,16 @@ def _scaled_mm(
     torch.ops.aten._scaled_mm.out(left, right, scale, *others, **kwargs)
 
 
-def _define(name: str, arguments: str, run: Callable[..., None]) -> OpOverload:
-    _LIBRARY.define(f"{name}{arguments} -> ()")
+def _define(
+    name: str,
+    arguments: str,
+    run: Callable[..., object],
+    returns: str = "()",
+    fake: Callable[..., object] | None = None,
+) -> OpOverload:
+    _LIBRARY.define(f"{name}{arguments} -> {returns}")
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"symmplan::{name}", _nothing, lib=_LIBRARY)
+    torch.library.register_fake(f"symmplan::{name}", fake or _nothing, lib=_LIBRARY)
     return getattr(torch.ops.symmplan, name).default  # type: ignore[no-any-return]
 
 
