@@ -59,16 +59,14 @@ def without_returns(op: OpOverload, name: str = "") -> OpOverload:
     """An op that does the same but returns nothing; defined when first asked for."""
     if not op._schema.returns:
         return op
-    name = name or f"{op.name()}_{op._overloadname}".replace("::", "_").replace(".", "_")
     arguments = str(op._schema).partition("(")[2].rpartition(" -> ")[0]
-
     act = functools.partial(_by_segment, op) if op.namespace == "symm_mem" else op
 
     def run(*args: object, **kwargs: object) -> None:
         act(*args, **kwargs)
 
     scales = op is torch.ops.aten._scaled_mm.out
-    return _define(name, f"({arguments}", _scaled_mm if scales else run)
+    return _define(name or _name_of(op), f"({arguments}", _scaled_mm if scales else run)
 
 
 @functools.cache
@@ -79,8 +77,13 @@ def by_segment(op: OpOverload) -> OpOverload:
     tensor's storage. What a graph is given may have a storage of its own in a segment.
     """
     arguments, _, returns = str(op._schema).partition("(")[2].rpartition(" -> ")
-    name = f"{op.name()}_{op._overloadname}_by_segment".replace("::", "_").replace(".", "_")
-    return _define(name, f"({arguments}", functools.partial(_by_segment, op), returns, op)
+    run = functools.partial(_by_segment, op)
+    return _define(f"{_name_of(op)}_by_segment", f"({arguments}", run, returns, op)
+
+
+def _name_of(op: OpOverload) -> str:
+    """Of what stands for an op."""
+    return f"{op.name()}_{op._overloadname}".replace("::", "_").replace(".", "_")
 
 
 def _by_segment(op: OpOverload, *args: object, **kwargs: object) -> Any:
