@@ -164,6 +164,12 @@ class Process:
 
     #: Each FSDP2 `Runtime`, whose ``tenant_ran`` is called: written by it, read when a tenant runs.
     watchers: WeakSet[Any] = field(factory=WeakSet)
+    #: Each `SegmentOwner`: written by it, read by sessions that look for a segment that rests.
+    resting: WeakSet[Any] = field(factory=WeakSet)
+    #: ``{process group: how often such segments were made for it}``, and how many collectives of
+    #: such owners have come: written by those.
+    segments_made: WeakKeyDictionary[Any, int] = field(factory=WeakKeyDictionary)
+    rests_ended: int = 0
 
     #: ``{torch.device: Device}`` that was asked for: written and read by `device_of`.
     devices: dict[Any, Any] = field(factory=dict)

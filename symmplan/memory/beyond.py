@@ -36,7 +36,11 @@ _COMMUNICATOR, _WINDOW, _RENDEZVOUS = 10 << 20, 36 << 20, 38 << 20
 
 
 def expected_beyond(
-    memory: str, segments: Iterable[Collection[str]], engines: Collection[str]
+    memory: str,
+    segments: Iterable[Collection[str]],
+    engines: Collection[str],
+    *,
+    asleep: bool = False,
 ) -> int:
     """Bytes of a device that a backend's communicators, windows and rendezvous take.
 
@@ -44,6 +48,7 @@ def expected_beyond(
         memory: Name of the memory backend.
         segments: Names of the groups over which each segment is reached.
         engines: Names of the groups of which copy engines run some collective.
+        asleep: Whether the segments were given back: what a first rendezvous sets up stays.
 
     Collective: no.
     """
@@ -51,7 +56,8 @@ def expected_beyond(
         return 0
     nbytes = len(engines) * _COMMUNICATOR
     for groups in segments:
-        nbytes += len(groups) * _RENDEZVOUS + len({*engines} & {*groups}) * _WINDOW
+        windows = 0 if asleep else len({*engines} & {*groups})
+        nbytes += len(groups) * _RENDEZVOUS + windows * _WINDOW
     return nbytes
 
 

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
     from symmplan.memory.segment import Segment
 
-__all__ = ["HeldSegment", "held_of", "kept_by_tensors", "note_released"]
+__all__ = ["PINNED", "HeldSegment", "held_of", "kept_by_tensors", "note_released"]
+
+#: The user of segments that do not sleep.
+PINNED = "pinned inputs"
 
 
 @frozen

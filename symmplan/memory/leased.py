@@ -25,8 +25,10 @@ __all__ = ["lease_again", "lease_out"]
 class _Owner:
     """Owns a storage on somebody else's bytes; see [Note: leased bytes]."""
 
-    def __init__(self, tensor: torch.Tensor, nbytes: int, on_drop: Callable[[], None]) -> None:
-        self._tensor = tensor  # keeps the bytes
+    def __init__(
+        self, tensor: torch.Tensor, nbytes: int, on_drop: Callable[[], None], kept: list[Any]
+    ) -> None:
+        self._kept = kept
         self._on_drop = on_drop
         interface = {
             "data": (tensor.data_ptr(), False),
@@ -45,13 +47,18 @@ class _Owner:
             self._on_drop()
 
 
-def lease_out(tensor: torch.Tensor, on_drop: Callable[[], None] = lambda: None) -> torch.Tensor:
+def lease_out(
+    tensor: torch.Tensor,
+    on_drop: Callable[[], None] = lambda: None,
+    kept: list[Any] | None = None,
+) -> torch.Tensor:
     """A tensor on the bytes of another, with a storage of its own that reports its end.
 
     Args:
-        tensor: Contiguous; kept alive as long as the result.
+        tensor: Contiguous.
         on_drop: Called once, when nothing refers to the result's storage any more, in whatever
             thread that is. Must not raise.
+        kept: What is kept alive as long as the result, and may change; the tensor if it is None.
 
     Returns:
         A tensor of the same type, shape and address.
@@ -65,7 +72,7 @@ def lease_out(tensor: torch.Tensor, on_drop: Callable[[], None] = lambda: None) 
         world.buffer(None, None, made)
         at_end(made, on_drop)
         return made
-    owner: Any = _Owner(tensor, nbytes, on_drop)
+    owner: Any = _Owner(tensor, nbytes, on_drop, [tensor] if kept is None else kept)
     if tensor.is_cpu:
         import numpy as np
 

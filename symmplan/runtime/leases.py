@@ -43,6 +43,7 @@ from attrs import define, field, frozen
 from symmplan.device import device_of
 from symmplan.memory.streams import Mark, mark, synchronize, wait_for
 from symmplan.torch_private.dispatch import storage_use_count
+from symmplan.torch_private.storages import Addresses
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -116,11 +117,13 @@ class StorageLease(Lease):
 
     Attributes:
         tensor: The whole storage, as its maker shapes it.
+        kept: What lives as long as the storage: the bytes.
         storage: Address of its storage's description, by which a tensor on it is known.
         uses: How many users the storage has when only the lease's own objects hold it.
     """
 
     tensor: torch.Tensor
+    kept: list[Any] = field(factory=list, kw_only=True)
     storage: int = field(init=False)
     uses: int = field(init=False)
 
@@ -136,6 +139,14 @@ class StorageLease(Lease):
     def held(self) -> bool:
         """Whether anybody but the owner has a tensor on it."""
         return storage_use_count(self.storage) > self.uses
+
+    def copy_aside(self) -> None:
+        """Let all tensors on the storage be in a copy, for good, on this rank alone."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            bytes_ = torch.empty(0, dtype=torch.uint8, device=self.tensor.device)
+            copy = bytes_.set_(self.tensor.untyped_storage()).clone()
+        Addresses([self.tensor], [0], "").give(copy.data_ptr())
+        self.kept[:] = [copy]
 
 
 @frozen
@@ -191,6 +202,16 @@ class Ledger:
         left = [(b, begin, t) for b, _, t in before[:1] if b < begin]
         right = [(end, e, t) for _, e, t in before[-1:] if end < e]
         self._pieces[first:last] = [*left, (begin, end, lease), *right]
+
+    def clear(self, begin: int, end: int) -> list[tuple[int, int, Lease]]:
+        """Let nobody have ``[begin, end)``, behind all who had; returns what is held all the same.
+
+        That is as `take` would give it back: from where to where, and to whom.
+        """
+        first, last = self._within(begin, end)
+        held = [(max(b, begin), min(e, end), x) for b, e, x in self._pieces[first:last] if x.held]
+        self.take(begin, end, Lease(live=False))
+        return held
 
     def claim(self, begin: int, end: int, lease: Lease | None) -> list[Lease]:
         """Take the bytes, unless somebody holds any: then who that is.

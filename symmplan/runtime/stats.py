@@ -54,7 +54,7 @@ class Stats:
         rendezvous: Rendezvous made: segments times groups, and times the communicators for copy
             engines. Does not grow once all is planned.
         segment_bytes: Bytes of symmetric memory on this rank. More than the plans need if a larger
-            segment from the cache is used.
+            segment from the cache is used; 0 for a session that lies in segments of FSDP2.
         lower_bound_bytes: Proven minimum of those bytes.
         unshared_bytes: Bytes that one buffer per tensor would take.
         iterations: Iterations of a session that ended, or runs of graphs that have a plan.

@@ -6,8 +6,9 @@
     while the tenant ran. If another buffer is dead at that time, the tenant costs nothing. From
     then on the tenant uses this suballocation, and releases its own segment.
 
-    Graphs that save tensors for backward use their bytes between runs, and eager sessions' tensors
-    are used between calls. They keep segments of their own.
+    Graphs that save tensors for backward use their bytes between runs. They keep segments of their
+    own. Eager sessions' tensors are used between calls: see [Note: turns with FSDP2] in
+    `symmplan.runtime.resting`.
 
     A graph whose segments several groups have registered keeps separate segments.
 
@@ -31,7 +32,7 @@ from symmplan.process import PROCESS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from symmplan.model import Placement
+    from symmplan.model import Placement, Plan
 
 
 class Tenant(Protocol):
@@ -75,29 +76,36 @@ def timed(tenant: Tenant, parent: Arena, places: Mapping[str, Placement]) -> Are
         parent: The arena.
         places: ``{name of the tenant's segment: where it lies}``.
     """
+    old, at = tenant.arena, {n: (place.segment, place.offset) for n, place in places.items()}
+    return suballocated(old.plan, old.user, parent, at)
+
+
+def suballocated(
+    plan: Plan, user: str, parent: Arena, places: Mapping[str, tuple[str, int]]
+) -> Arena:
+    """A part of an arena for a plan, which others have meanwhile.
+
+    Args:
+        plan: The plan.
+        user: Who has it, for people.
+        parent: The arena.
+        places: ``{segment of the plan: (segment of the arena, where it begins there in bytes)}``.
+    """
     segments = {}
-    for name, segment in tenant.arena.segments.items():
-        place = places[name]
-        whole = parent.segments[place.segment]
-        segments[name] = Segment(
-            segment.spec,
+    for spec in plan.segments:
+        name, begin = places[spec.name]
+        whole = parent.segments[name]
+        segments[spec.name] = Segment(
+            spec,
             whole.backend,
-            lease_out(whole.tensor[place.offset : place.offset + segment.nbytes]),
+            lease_out(whole.tensor[begin : begin + spec.nbytes]),
             None,
             timeout=parent.timeout,
             health=whole.health,
             parent=whole,
-            begin=place.offset,
+            begin=begin,
         )
-    old = tenant.arena
-    return Arena(
-        old.plan,
-        parent.memory,
-        segments,
-        timeout=parent.timeout,
-        user=old.user,
-        parent=parent,
-    )
+    return Arena(plan, parent.memory, segments, timeout=parent.timeout, user=user, parent=parent)
 
 
 def synchronizes_once(placed: Arena) -> bool:

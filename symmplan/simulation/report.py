@@ -108,13 +108,17 @@ class SimulationReport:
         memory: The memory backend of the plans.
         plans: The plans that the rank would have.
         peak_bytes: Bytes of symmetric memory that the rank holds. Bytes of sessions and experts
-            count even after these have ended.
+            count even after these have ended, but not those of sessions that lie in segments of
+            FSDP2.
         lower_bound_bytes: Proven minimum of the plans' segments, in bytes.
         ordinary_bytes: Bytes of ordinary memory, without the tensors in placements.
         cached_bytes: Bytes that torch's allocator has of a device besides, at most: it rounds
             sizes, keeps free blocks, and loses some to fragments. 0 in memory of the host.
         beyond_bytes: Bytes that communicators for copy engines, windows and rendezvous of NCCL
             take. The program's own communicators, which it has without symmplan, too, do not count.
+        asleep_bytes: What stays of `peak_bytes` and `beyond_bytes` while all programs sleep, at
+            most: communicators for copy engines, what a first rendezvous sets up for good, and
+            segments that cannot be given back.
         device_bytes_without: Peak of the rank's device memory without symmplan, counted like
             `device_bytes`.
         collectives: The program's collectives, by op, size, group and algorithm.
@@ -129,6 +133,7 @@ class SimulationReport:
     ordinary_bytes: Ordinary
     cached_bytes: int
     beyond_bytes: int
+    asleep_bytes: int
     device_bytes_without: int
     collectives: tuple[Collective, ...]
 
@@ -162,6 +167,7 @@ class SimulationReport:
             "ordinary_bytes": {**asdict(self.ordinary_bytes), "total": self.ordinary_bytes.total},
             "cached_bytes": self.cached_bytes,
             "beyond_bytes": self.beyond_bytes,
+            "asleep_bytes": self.asleep_bytes,
             "collectives": [asdict(c) for c in self.collectives],
             "plans": [plan_facts(plan) for plan in self.plans],
         }
@@ -267,6 +273,7 @@ class SimulationReport:
             *table([(n, size(b)) for n, b in asdict(ordinary).items()]),
             f"cached            {size(self.cached_bytes)} by torch's allocator",
             f"beyond            {size(self.beyond_bytes)} by communicators and windows",
+            f"asleep            {size(self.asleep_bytes)} stay of symmetric memory and beyond",
             f"device            {size(self.device_bytes)} at its peak",
             f"                  {size(self.device_bytes_without)} without symmplan",
             "collectives",

@@ -19,12 +19,12 @@ from symmplan.coordination.world import SimulatedCall, World, current, enter, le
 from symmplan.device import kind_of
 from symmplan.errors import OptionError, SimulationError, closest
 from symmplan.memory import BACKENDS
-from symmplan.memory.beyond import expected_beyond
 from symmplan.memory.meeting.topology import simulated
 from symmplan.model import PUSHES
 from symmplan.place.algorithms import is_target
 from symmplan.registry.declare import store
 from symmplan.runtime.options import function, whole
+from symmplan.simulation.beyond import expected
 from symmplan.simulation.memory import Storages
 from symmplan.simulation.report import Collective, Ordinary, SimulationReport
 from symmplan.torch_private import fake_world
@@ -34,7 +34,7 @@ from symmplan.torch_private.table import require
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from symmplan.model import AlgorithmName, Plan
 
@@ -180,6 +180,9 @@ def simulate(
             tell(f"rank {rank:,} of {ranks:,}: running the program")
             kept = program()  # until all is counted
             tell(f"{ops:,} ops: planning")
+            for planner in world.planners:
+                planner.plans()
+            # Sessions may lie in what others have planned.
             plans = [p for planner in world.planners for p in planner.plans() if p is not None]
             report = _report(world, others, plans, storages)
             del kept
@@ -242,22 +245,14 @@ def _report(
         lower_bound_bytes=sum(p.lower_bound_bytes for p in plans),
         ordinary_bytes=ordinary,
         cached_bytes=cached,
-        beyond_bytes=_beyond(world, kinds),
+        beyond_bytes=expected(world, kinds),
+        asleep_bytes=expected(world, kinds, asleep=True),
         device_bytes_without=without,
         collectives=tuple(
             Collective(call.op, n, call.nbytes, call.group, _size(call), algorithm)
             for (call, algorithm), n in kinds.items()
         ),
     )
-
-
-def _beyond(world: World, kinds: Collection[tuple[SimulatedCall, AlgorithmName]]) -> int:
-    """Bytes of a device that NCCL takes for the plans."""
-    engines = {call.group for call, algorithm in kinds if algorithm == "copy engine"}
-    held = [s.rendezvous for s in world.segments if not s.released]
-    # Names of one group share a rendezvous.
-    groups = [set({id(r): name for name, r in names.items()}.values()) for names in held]
-    return expected_beyond(world.memory, groups, engines)
 
 
 def _algorithms(

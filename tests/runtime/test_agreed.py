@@ -64,7 +64,7 @@ AGREED = {
         algorithm.reason
         BACKENDS.collectives bisect_left c.carried engines.get groups.rank
         layout.counts Layout.counts layout.offsets layout.parts Memory._arenas
-        Memory._pushes Memory.groups other.begin other.end other.storage p
+        Memory._pushes Memory.groups Memory.turns memory.turns other.begin other.end other.storage p
         ParameterStorage._one_sided ParameterStorage._outputs ParameterStorage._run
         ParameterStorage.begin ParameterStorage.end storage.begin storage.end
         place.end place.offset place.segment

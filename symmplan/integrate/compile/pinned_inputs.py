@@ -19,6 +19,7 @@ from symmplan.device import device_of
 from symmplan.integrate.compile.places import check_others
 from symmplan.integrate.compile.plans import group_names
 from symmplan.integrate.compile.turns import released
+from symmplan.memory.held_segment import PINNED
 from symmplan.place.engines import register_known
 from symmplan.runtime.prepare import checked_plan
 from symmplan.torch_private.c10d import is_registered
@@ -206,7 +207,7 @@ class PinnedInputs:
         self.pool.progress.gather({group: process_group})
 
         obtained = self.pool.preparation.obtain_together(
-            final, self.device, {group: process_group}, memory=self._memory, user="pinned inputs"
+            final, self.device, {group: process_group}, memory=self._memory, user=PINNED
         )
         if obtained is None:
             self.plans.pop(key, None)

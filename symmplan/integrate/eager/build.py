@@ -95,10 +95,11 @@ class Builder:
 
     def _lease_out(self, buffer: str, value: Value) -> StorageLease:
         like = self.captured.values.tensors[value]
-        flat = lease_out(self._bytes(buffer).view(like.dtype))  # uses are counted
+        kept = [self._bytes(buffer)]
+        flat = lease_out(kept[0].view(like.dtype), kept=kept)  # uses are counted
         tensor = flat.as_strided(like.shape, like.stride(), 0)
         del flat
-        return StorageLease(tensor, name=buffer)
+        return StorageLease(tensor, name=buffer, kept=kept)
 
     def _flat(self, buffer: str, like: Any, begin: int = 0) -> torch.Tensor:
         """The placement, from a byte of it on, as a contiguous tensor."""

@@ -9,7 +9,7 @@ import torch
 from attrs import define, field
 
 from symmplan.device import kind_of
-from symmplan.integrate.eager.schedule import OTHER_SIZES
+from symmplan.integrate.eager.schedule import OTHER_SIZES, perform
 from symmplan.memory.streams import synchronize
 from symmplan.runtime.stats import Stats
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from symmplan.capture.sites import Captured
     from symmplan.choose.choice import Choice
     from symmplan.integrate.eager.build import Builder
+    from symmplan.integrate.eager.faults import Faults
     from symmplan.integrate.eager.schedule import Act, Event
     from symmplan.memory import Arena
     from symmplan.model import Plan
@@ -39,6 +40,7 @@ class Frozen:
         engines: Whether copy engines run some of the calls.
         copies: See `Copy`.
         choices: The measured choices.
+        may_rest: Whether it can lie in segments of others; see `symmplan.integrate.eager.turns`.
         refused: Why nothing is in symmetric memory; empty if it is.
         asleep: Whether the memory was given back until the next call.
         events: The expected calls that ``builder`` made; none while asleep.
@@ -53,6 +55,7 @@ class Frozen:
     engines: bool
     copies: tuple[Copy, ...]
     choices: tuple[Choice, ...]
+    may_rest: bool
     refused: str = ""
     asleep: bool = field(init=False, default=False)
     events: list[Event] = field(init=False, factory=list)
@@ -73,10 +76,21 @@ class Frozen:
 
     def schedule(self, arena: Arena) -> None:
         """Lie in ``arena`` from now on."""
+        self.forget()
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
             events, tail = self.builder(arena).build()
         self.arena, self.events, self.tail, self.asleep = arena, events, tail, False
         self.leaving = {k: (e, name) for e in events for k, name in e.copied_at_waits()}
+
+    def waited(self, faults: Faults, tensor: torch.Tensor) -> None:
+        """Copy out a result that leaves, after its wait; who holds the tensor holds the copy."""
+        event, operation = self.leaving.get(tensor.untyped_storage()._cdata, (None, ""))
+        if event is None:
+            return
+        with faults.guarded():
+            perform(event.due.get(operation, ()))
+            copy = tensor.clone()
+            tensor.set_(copy.untyped_storage(), 0, copy.shape, copy.stride())
 
     def stats(
         self, counts: Mapping[str, Any], iterations: int, disengaged: tuple[tuple[str, str], ...]
@@ -96,7 +110,9 @@ class Frozen:
             bound=sum(s.how == "bind" for s in sites),
             unplanned=len(plan.unplanned),
             barriers=len(plan.barriers),
-            segment_bytes=0 if self.arena.released else self.arena.segment_bytes,
+            segment_bytes=0
+            if self.arena.released or self.arena.timed
+            else self.arena.segment_bytes,
             lower_bound_bytes=plan.lower_bound_bytes,
             unshared_bytes=plan.unshared_bytes,
             copied=self.copies,
@@ -118,7 +134,6 @@ class Frozen:
 
     def leave_for_sleep(self) -> Arena:
         """The memory, in which nothing is expected any more until the next call. Collective: no."""
-        self._declines += sum(event.declines for event in self.events)
         self.forget()
         self.asleep = True
         return self.arena
@@ -133,4 +148,7 @@ class Frozen:
 
     def forget(self) -> None:
         """End it: what it reports stays, what it held is dropped. Collective: no."""
+        self._declines += sum(event.declines for event in self.events)
+        for event in self.events:
+            event.forget()
         self.events, self.tail, self.leaving = [], [], {}

@@ -20,7 +20,7 @@ from symmplan.capture.c10d import NAMES, reader_of
 from symmplan.coordination.own import in_own_work
 from symmplan.place.algorithms import overload_named
 from symmplan.registry import all_specs
-from symmplan.runtime.watching import watched
+from symmplan.runtime.watching import Watching, watched
 from symmplan.torch_private import dispatch
 
 if TYPE_CHECKING:
@@ -46,13 +46,14 @@ class Cursor:
     was left.
 
     Args:
-        serve: Runs a declared op of the program.
+        serve: Runs a declared op of the program: the first of an iteration.
         waited: Called with tensors that were waited for; None if that is not needed.
         roles: The streams.
         is_program: Whether the thread that asks is one of the program.
 
     Attributes:
         at: Which call comes next.
+        first: Runs the first call of an iteration, or of a turn.
     """
 
     serve: _Serve | None
@@ -60,6 +61,15 @@ class Cursor:
     roles: Roles
     _is_program: Callable[[], bool]
     at: int = field(init=False, default=0)
+    first: _Serve | None = field(init=False)
+
+    @first.default
+    def _first(self) -> _Serve | None:
+        return self.serve
+
+    def begin(self, serve: _Serve | None) -> None:
+        """An iteration begins, with a call for ``serve``."""
+        self.at, self.serve = 0, serve
 
     def caught(self) -> _Serve | None:
         """What runs the call that comes now; None if it is none of the program's."""
@@ -67,7 +77,7 @@ class Cursor:
 
     def forget(self) -> None:
         """No call is caught any more."""
-        self.serve = self.waited = None
+        self.serve = self.first = self.waited = None
 
 
 def install(cursor: Cursor, own_groups: OwnGroups, stack: ExitStack) -> None:
@@ -91,6 +101,21 @@ def install(cursor: Cursor, own_groups: OwnGroups, stack: ExitStack) -> None:
     if cursor.waited is not None:
         op = torch.ops._c10d_functional.wait_tensor.default
         add(op, _wait_kernel(cursor, op))
+
+
+def watch(stack: ExitStack, timeout: float) -> None:
+    """Look for races in what no kernel of these catches, until ``stack`` is closed.
+
+    Args:
+        stack: The same as of `install`.
+        timeout: Seconds that ranks wait for each other.
+    """
+    names = declared_names()
+
+    def serves(op: Any) -> bool:
+        return not in_own_work() and overload_name(op) in names
+
+    stack.enter_context(Watching(timeout, serves))
 
 
 def declared_names() -> dict[str, None]:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import functools
-import json
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import field, frozen
 
 from symmplan.capture.c10d import is_all_to_all
 from symmplan.capture.eager import Recorder
 from symmplan.capture.eager_problem import capture_recorded
 from symmplan.capture.producers import is_allocation, out_overload
 from symmplan.capture.signatures import signature
-from symmplan.coordination.exchange import Exchange
 from symmplan.coordination.own import in_own_work, own_work
-from symmplan.errors import AgreementError
 from symmplan.integrate.eager.build import Builder
 from symmplan.integrate.eager.faults import public
 from symmplan.integrate.eager.frozen import Frozen
-from symmplan.integrate.eager.groups import OwnGroups
 from symmplan.integrate.eager.scratch import ScratchMemory
+from symmplan.integrate.eager.settings import Settings, meet
+from symmplan.integrate.eager.turns import may_rest
 from symmplan.place.algorithms import Lowerings
 from symmplan.place.engines import register_known
 from symmplan.place.program import place
+from symmplan.process import PROCESS
 from symmplan.registry import bind_arguments, spec_for
 from symmplan.report.log import LOG
 from symmplan.runtime.fitting import Fitting
@@ -42,11 +40,9 @@ if TYPE_CHECKING:
     from symmplan.capture.eager import Recorded
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Captured
-    from symmplan.capture.streams import DeviceStreams
-    from symmplan.coordination.groups import Group
+    from symmplan.integrate.eager.turns import Turns
     from symmplan.memory import Arena
-    from symmplan.model import OpSpec
-    from symmplan.runtime.options import Options
+    from symmplan.model import OpSpec, Plan
 
 #: More declared calls than an iteration has.
 _LONG = 10_000
@@ -55,84 +51,12 @@ _SPLITS = ("output_split_sizes", "input_split_sizes")
 _UNEVEN = "its parts are not all of one size on all ranks, or the program gives their sizes"
 
 
-@frozen
-class Settings:
-    """The options of a session.
-
-    Attributes:
-        groups: ``{name: group}`` of its ranks, one.
-        device: Where declared tensors lie.
-        streams: The device's streams; None if it has none.
-        options: The user's options.
-        own_groups: The groups whose calls are the session's.
-    """
-
-    groups: Mapping[str, Group]
-    device: torch.device
-    streams: DeviceStreams | None
-    options: Options
-    own_groups: OwnGroups = field(init=False)
-
-    @own_groups.default
-    def _own_groups(self) -> OwnGroups:
-        return OwnGroups(self.group.torch_name, self.group.ranks)
-
-    @property
-    def group(self) -> Group:
-        """The group of its ranks."""
-        (group,) = self.groups.values()
-        return group
-
-    @property
-    def process_groups(self) -> dict[str, Any]:
-        """Torch's group under its name."""
-        return {self.group.name: self.group.process_group}
-
-
-def meet(settings: Settings, op: str, detail: str = "", more: Any = None) -> list[Any]:
-    """Every rank says what it is about to do.
-
-    Args:
-        settings: Of the session.
-        op: What it is.
-        detail: What else must be equal on all ranks.
-        more: What need not, as plain data.
-
-    Returns:
-        ``more`` of each rank.
-
-    Raises:
-        AgreementError: Somebody is about to do something else.
-
-    Collective: yes.
-    """
-    group = settings.group
-    with Exchange(settings.groups, settings.options.timeout) as exchange:
-        note = json.dumps([op, detail, more]).encode()
-        said = [json.loads(text) for text in exchange.round("call", note)[group.name]]
-    other = next((i for i, given in enumerate(said) if given[:2] != said[0][:2]), None)
-    if other is not None:
-        texts = [said[i][:2] for i in (0, other)]
-        names = [f"{what} {how}".strip() for what, how in texts]
-        raise AgreementError(
-            f"ranks 0 and {other} make different calls in a recorded iteration",
-            expected=f"{names[0]} (rank 0)",
-            got=f"{names[1]} (rank {other})",
-            fix="make the same declared calls with the same shapes on every rank",
-            group=group.name,
-            rank=group.rank,
-            ranks=(0, other),
-            op=texts[0][0],
-            buffer="",
-        )
-    return [given[2] for given in said]
-
-
 class IterationRecording:
     """An iteration that is being recorded, from its construction to `freeze` or `stop`.
 
     Args:
         settings: Of the session.
+        turns: Where the session lies.
         is_program: Whether the thread that asks is one of the program.
         telling: A context that notes what is raised in the program's calls.
     """
@@ -140,10 +64,14 @@ class IterationRecording:
     def __init__(
         self,
         settings: Settings,
+        turns: Turns,
         is_program: Callable[[], bool],
         telling: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._settings = settings
+        self._turns = turns
+        #: How many collectives FSDP2 had run before the first call.
+        self._others: int | None = None
         self._telling = telling
         self._calls = 0
         self._preparation = Preparation(settings.options, "symmplan.eager", "eager session")
@@ -192,6 +120,8 @@ class IterationRecording:
         How many rows go to whom is each rank's own affair.
         """
         self._calls += 1
+        if self._others is None:
+            self._others = PROCESS.rests_ended
         if self._calls == _LONG:
             LOG.warning(
                 "%d declared calls were recorded and session.step() has not come: call it at the "
@@ -209,6 +139,8 @@ class IterationRecording:
 
     def memory(self, kind: str, make: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """Serve `symmplan.placed.empty` and `symmplan.placed.out` while recording."""
+        if self._others is None:
+            self._others = PROCESS.rests_ended
         tensor: torch.Tensor = make(*args, **kwargs)
         write: Write = "alloc" if kind == "empty" else "out"
         self._recorder.memory(tensor, kind, write, (make, *args), kwargs)
@@ -295,8 +227,8 @@ class IterationRecording:
             elements = {dtype: torch.empty((), dtype=dtype, device=device) for dtype in dtypes}
             how = (fitting.lowerings, chosen.placed, chosen.engines)
             program = place(captured, plan, *how, plan.barriers)
-        meet = register_known if chosen.engines else _nobody
-        arena, rendezvous = preparation.obtain(plan, device, groups, meet)
+        rests = may_rest(captured, plan) and self._others == PROCESS.rests_ended
+        arena, rendezvous = self._obtain(plan, engines=bool(chosen.engines), rests=rests)
         return Frozen(
             program,
             arena,
@@ -305,8 +237,32 @@ class IterationRecording:
             bool(chosen.engines),
             _copies(captured, self._recorder),
             chosen.choices,
+            rests,
             preparation.reason,
         )
+
+    def _obtain(self, plan: Plan, *, engines: bool, rests: bool) -> tuple[Arena, int]:
+        """Memory for a plan, and how many rendezvous that took.
+
+        Args:
+            plan: The plan.
+            engines: Whether copy engines run some of its calls.
+            rests: Whether it can lie in segments of others.
+
+        Collective: yes.
+        """
+        settings, preparation = self._settings, self._preparation
+        meet = register_known if engines else _nobody
+        rests = rests and not settings.options.debug and preparation.refusal is None
+        part = self._turns.place(plan, preparation.memory, may=rests)
+        if part is None:
+            return preparation.obtain(plan, settings.device, settings.process_groups, meet)
+        try:
+            return part, meet(part)
+        except BaseException:
+            self._turns.move_out()
+            part.give_back()
+            raise
 
     def obtain_again(self, frozen: Frozen) -> int | None:
         """Let a plan have memory again that was given back.
@@ -316,10 +272,15 @@ class IterationRecording:
 
         Collective: yes.
         """
-        settings, preparation = self._settings, self._preparation
-        meet = register_known if frozen.engines else _nobody
-        given = frozen.plan, settings.device, settings.process_groups, meet
-        made = preparation.obtain_together(*given)
+        preparation = self._preparation
+
+        def again() -> tuple[Arena, int] | None:
+            if preparation.refusal is not None:
+                return None
+            return self._obtain(frozen.plan, engines=frozen.engines, rests=frozen.may_rest)
+
+        groups = self._settings.process_groups
+        made = preparation.attempt(again, groups, lambda made: made[0].give_back())
         if made is None:
             return None
         frozen.schedule(made[0])
@@ -334,8 +295,9 @@ _COMPILED = (
 )
 
 
-def _nobody(_: Arena) -> None:
+def _nobody(_: Arena) -> int:
     """No copy engines meet the segments."""
+    return 0
 
 
 def _parts(call: Recorded) -> str | None:

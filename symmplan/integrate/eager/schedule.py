@@ -168,6 +168,13 @@ class Event:
         """The results in placements that the program still holds."""
         return [lease for lease in (*self.leased.values(), *self.leaving.values()) if lease.held]
 
+    def forget(self) -> None:
+        """Hold no memory any more: what makes the call refers to the call."""
+        self.run = None
+        for held in (self.before, self.after, self.due, self.claims, self.views, self.bound):
+            held.clear()
+        self.leased, self.leaving = {}, {}
+
     def differs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The expected and the actual call, if they differ.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,11 +18,13 @@ from symmplan.device import device_of
 from symmplan.errors import RunError, SessionError
 from symmplan.integrate.eager.calls import settle
 from symmplan.integrate.eager.faults import LEFT, NOT_ENTERED, Faults, misused
-from symmplan.integrate.eager.kernels import Cursor, declared_names, install, overload_name
-from symmplan.integrate.eager.recording import IterationRecording, Settings, meet
+from symmplan.integrate.eager.kernels import Cursor, install, watch
+from symmplan.integrate.eager.recording import IterationRecording
 from symmplan.integrate.eager.schedule import counted, perform
+from symmplan.integrate.eager.settings import Settings, meet
 from symmplan.integrate.eager.sleep import sleep
 from symmplan.integrate.eager.streams import Roles, streams_of
+from symmplan.integrate.eager.turns import Turns
 from symmplan.memory.beyond import beyond_segments
 from symmplan.process import PROCESS
 from symmplan.report.log import LOG
@@ -29,7 +32,6 @@ from symmplan.runtime.executor import executor
 from symmplan.runtime.handles import OfOneProcess
 from symmplan.runtime.observe import Checked, check, checking, launching
 from symmplan.runtime.stats import Stats
-from symmplan.runtime.watching import Watching
 from symmplan.torch_private import c10d
 from symmplan.torch_private.compilers import outside_graphs
 
@@ -69,6 +71,7 @@ class Session(OfOneProcess):
         self._is_program: Callable[[], bool] = lambda: False
         self._keys: SessionKeys | None = None  # in the group's store, once the session is entered
         self._faults = Faults(SessionKeys(groups[name], 0), self._stop_serving)
+        self._turns = Turns(self._settings)
 
     def __repr__(self) -> str:
         state = "failed" if self._faults.failed else self._state
@@ -96,7 +99,7 @@ class Session(OfOneProcess):
         return self._frozen.plan
 
     def _plans(self) -> list[Plan]:
-        return [self.plan] if self.planned else []
+        return [] if self._frozen is None else [self._turns.simulated(self._frozen)]
 
     @property
     @outside_graphs
@@ -154,8 +157,8 @@ class Session(OfOneProcess):
     def _record(self, keys: SessionKeys) -> None:
         self._faults = Faults(keys, self._stop_serving)
         self._state = "recording"
-        self._recording = IterationRecording(self._settings, self._is_program, self._faults.telling)
-        self._recorded = self._recording
+        given = self._settings, self._turns, self._is_program, self._faults.telling
+        self._recorded = self._recording = IterationRecording(*given)
 
     @outside_graphs
     def step(self) -> None:
@@ -169,7 +172,8 @@ class Session(OfOneProcess):
             SessionError: The call is not inside the session's with-block.
 
         Collective: yes. But once there is a plan, ranks wait for each other only if the plan has a
-        barrier there, or until the session has moved into the bytes that FSDP2's plan has for it.
+        barrier there, or if the session lies in segments of FSDP2, which has these between
+        iterations.
         """
         self._usable()
         if self._recording is not None:
@@ -189,9 +193,10 @@ class Session(OfOneProcess):
         cursor.roles.join()
         with self._faults.guarded():
             perform(frozen.tail)
+            self._turns.end_iteration()
         cursor.roles.part()
         self._counts += counted(frozen.events)
-        cursor.at = 0
+        cursor.begin(cursor.first if PROCESS.rests_ended else self._serve)
 
     def _freeze(self, recording: IterationRecording) -> None:
         self._recording = None
@@ -207,16 +212,13 @@ class Session(OfOneProcess):
         self._frozen, self._state = frozen, "frozen"
         if not self._executor.serves:
             return
-        waited = self._waited if frozen.leaving else None
-        self._cursor = Cursor(self._serve, waited, Roles(self._settings.streams), self._is_program)
+        waited = functools.partial(frozen.waited, self._faults) if frozen.leaving else None
+        self._cursor = Cursor(
+            self._serve_first, waited, Roles(self._settings.streams), self._is_program
+        )
         install(self._cursor, self._settings.own_groups, self._serving)
         if frozen.arena.races is not None:
-            names = declared_names()
-
-            def serves(op: Any) -> bool:
-                return not in_own_work() and overload_name(op) in names
-
-            self._serving.enter_context(Watching(self._settings.options.timeout, serves))
+            watch(self._serving, self._settings.options.timeout)
 
     @outside_graphs
     def check(self, iteration: Callable[[], Any]) -> Checked:
@@ -261,7 +263,7 @@ class Session(OfOneProcess):
         if self._frozen is not None and self._cursor is not None and not self.asleep:
             sleep(self._settings, self._frozen, self._cursor)
             self._counts["sleeps"] += 1
-            self._cursor.serve = self._serve_awake
+            self._cursor.serve = self._cursor.first
 
     @outside_graphs
     def wake(self) -> None:
@@ -279,16 +281,23 @@ class Session(OfOneProcess):
             self.replan()
         elif self._cursor is not None:
             self._counts["rendezvous"] += rendezvous
-            self._cursor.serve = self._serve
 
-    def _serve_awake(
+    def _serve_first(
         self, op: Any, keys: Any, args: Any, kwargs: Any, said: Any, kind: str = "op"
     ) -> Any:
-        """Make a call for which the session has to wake first."""
+        """Make the first call of an iteration, or of a turn, for which the session wakes."""
+        assert self._frozen is not None
+        assert self._cursor is not None
+        self._usable()
+        with self._faults.telling():
+            self._turns.follow(self._frozen)
         self.wake()
         if self._recording is not None:
             recorded = self._recording.memory
             return recorded(kind, args[0], args[1:], kwargs) if op is None else op(*args, **kwargs)
+        with self._faults.guarded():
+            self._turns.begin(self._frozen, self._cursor)
+        self._cursor.serve = self._serve
         return self._serve(op, keys, args, kwargs, said, kind)
 
     @outside_graphs
@@ -334,17 +343,6 @@ class Session(OfOneProcess):
         self._cursor.at += 1
         return result
 
-    def _waited(self, tensor: torch.Tensor) -> None:
-        """Copy out a result that leaves, after its wait; who holds the tensor holds the copy."""
-        assert self._frozen is not None
-        event, operation = self._frozen.leaving.get(tensor.untyped_storage()._cdata, (None, ""))
-        if event is None:
-            return
-        with self._faults.guarded():
-            perform(event.due.get(operation, ()))
-            copy = tensor.clone()
-            tensor.set_(copy.untyped_storage(), 0, copy.shape, copy.stride())
-
     def _stop_serving(self, error: BaseException) -> None:
         """At the first failure, here or elsewhere."""
         if self._frozen is not None:
@@ -384,6 +382,7 @@ class Session(OfOneProcess):
                         "came; call it at the end of each iteration"
                     )
                 meet(self._settings, "leave the session")
+                self._turns.end_iteration()
             else:
                 self._faults.give_up(error)
         except BaseException as failure:
@@ -394,6 +393,7 @@ class Session(OfOneProcess):
             self.release()
 
     def _let_go(self) -> None:
+        self._turns.drop()
         self._forget()
         if self._frozen is not None:
             self._frozen.let_go(self._device, failed=self._faults.failed)

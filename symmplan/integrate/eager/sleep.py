@@ -10,7 +10,7 @@ from symmplan.runtime.sleep import all_may_sleep, give_back
 if TYPE_CHECKING:
     from symmplan.integrate.eager.frozen import Frozen
     from symmplan.integrate.eager.kernels import Cursor
-    from symmplan.integrate.eager.recording import Settings
+    from symmplan.integrate.eager.settings import Settings
     from symmplan.runtime.sleep import WhyNot
 
 

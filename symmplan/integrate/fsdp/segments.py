@@ -31,6 +31,7 @@ from symmplan.memory.cache import fits
 from symmplan.memory.held import bytes_beside
 from symmplan.memory.streams import synchronize
 from symmplan.place.engines import known_of, register
+from symmplan.process import PROCESS
 from symmplan.runtime.leases import Lease, Ledger, in_use, set_aside
 from symmplan.runtime.prepare import Preparation
 from symmplan.runtime.sleep import give_back
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from symmplan.memory.room import Room
     from symmplan.model import Algorithm, Placement, Plan
     from symmplan.runtime.options import Options
+    from symmplan.runtime.resting import TurnTaker
     from symmplan.runtime.tenants import Tenant
 
 __all__ = ["Memory"]
@@ -65,6 +67,7 @@ class Memory:
         rendezvous: How many rendezvous were made.
         tenants: Who was seen to run, in that order, None for those that are over; see
             `symmplan.runtime.tenants`.
+        turns: Who lies in the segments between steps; see `symmplan.runtime.resting`.
         captured: Whether a CUDA graph may have the addresses.
         preparation: What the ranks agree on, and how they get memory.
         recording: What is being recorded.
@@ -79,6 +82,7 @@ class Memory:
         self.engines: dict[str, Any] = {}
         self.rendezvous = 0
         self.tenants: list[Tenant | None] = []
+        self.turns: TurnTaker | None = None
         self.captured = False
         self.preparation = Preparation(options, "symmplan.fsdp", "FSDP2")
         self.program = ProgramUsage(options.timeout)
@@ -97,6 +101,7 @@ class Memory:
         self._pushes: dict[str, Pushes] = {}
         # Not a method of this object, which must be able to end.
         at_drop(self, functools.partial(_end, self._arenas, self._older, self.program))
+        PROCESS.resting.add(self)
 
     @property
     def reached(self) -> dict[str, Any]:
@@ -135,9 +140,13 @@ class Memory:
         Raises:
             CaptureError: Other buffers lie elsewhere.
 
-        Collective: yes, over the groups of which a reduction failed before its meeting.
+        Collective: yes, over the groups of which a reduction failed before its meeting; and where
+        a tenant's turn ends.
         """
         self.recording = recording
+        PROCESS.rests_ended += 1
+        if self.turns is not None:
+            self.turns.end_turn()
         if self._device is None:
             self._device, self.facade = device, device_of(device)
         if planned:
@@ -338,6 +347,9 @@ class Memory:
         if held is None:
             return
         arena, rendezvous = held
+        self._dismiss()
+        for group in self.reached.values():
+            PROCESS.segments_made[group] = PROCESS.segments_made.get(group, 0) + 1
         self._older += self._arenas
         self._arenas[:] = [arena]
         self.let_go()
@@ -357,11 +369,17 @@ class Memory:
             for arena in free:
                 arena.give_back()
 
+    def _dismiss(self) -> None:
+        """Let a tenant look for other memory when it next runs. Collective: no."""
+        if self.turns is not None:
+            self.turns.move_out()
+
     def sleep(self) -> None:
         """Give the segments back to the driver. Nobody has anything in them.
 
         Collective: yes, over all groups.
         """
+        self._dismiss()
         self._views.clear()
         self._pushes.clear()
         arenas = [*self._arenas, *self._older]

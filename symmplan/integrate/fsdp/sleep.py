@@ -91,7 +91,15 @@ def _why_not(runtime: Any) -> WhyNot:
     name, segment = next(iter(memory.arena.segments.items()), ("", None))
     if memory.captured and segment is not None:
         return in_capture("handle", f"segment {name!r} at {segment.address:#x}")
-    others = [user for user in memory.arena.tenants if user != memory.arena.user]
+    tenant = memory.turns
+    if tenant is not None and tenant.busy:
+        return (
+            "handle.sleep() was called in an iteration of a session that lies in FSDP2's segments",
+            tenant.user,
+            "call it behind session.step()",
+        )
+    mine = {memory.arena.user} | ({tenant.user} if tenant is not None else set())
+    others = [user for user in memory.arena.tenants if user not in mine]
     if others:
         return (
             "handle.sleep() was called while others have bytes of FSDP2's segments",

@@ -385,6 +385,8 @@ class ZeroCopyUnshard:
             asked: What FSDP2 keeps of it if it had to wait.
         """
         runtime, group = self._runtime, self._group
+        if runtime.memory.turns is not None:  # the gather may have waited for room until now
+            runtime.memory.turns.end_turn()
         storage.take_addresses()  # of a prefetch that FSDP2 has forgotten since, and its copy
         _, stay = storage.users.give_room(storage.begin, storage.end)
         runtime.gathering(self, key, others, asked)

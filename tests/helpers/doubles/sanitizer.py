@@ -24,6 +24,7 @@ from symmplan.process import PROCESS
 _HERE = str(Path(__file__).parent)
 #: Ops that access nothing, though their schema does not say so.
 _NOTHING = ("_reshape_alias", "record_stream", "set_", "resize_", "wait_tensor")
+_NOTHING += ("_wrap_tensor_autograd",)
 
 
 @frozen

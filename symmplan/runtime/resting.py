@@ -1,0 +1,177 @@
+"""Segments that rest between the steps of their program, and who has their bytes meanwhile.
+
+[Note: turns with FSDP2]
+    Between its steps FSDP2 has nothing in its segments but parameters that stay unsharded, and
+    those can step aside. So a *tenant* may lie there that runs between steps, such as an eager
+    session around an optimizer that gathers: it takes no bytes of its own, and FSDP2's plan stays
+    as it is. The tenant takes turns with FSDP2, who owns the segments. A turn begins with the
+    tenant's first call of an iteration, and ends with the iteration, or before that with FSDP2's
+    next collective. At both ends all ranks of the tenant meet: then no peer is in bytes that are
+    not its own. Tensors of the tenant that the program still has when a turn ends are in a copy
+    from then on, with all views of them.
+
+    All ranks decide together who lies where: when the tenant is planned, and when other segments
+    were made since then. When a turn begins or ends follows from the program, which is the same on
+    all ranks. What a rank sees alone, such as tensors that are held, is copied.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Protocol
+
+from attrs import define, field
+
+from symmplan.coordination.all_gather import all_gather_json
+from symmplan.device import device_of
+from symmplan.process import PROCESS
+from symmplan.runtime.leases import Lease, Ledger, set_aside
+from symmplan.runtime.tenants import suballocated
+
+if TYPE_CHECKING:
+    import torch
+
+    from symmplan.coordination.groups import Group
+    from symmplan.memory import Arena
+    from symmplan.memory.segment import Segment
+    from symmplan.model import Plan
+
+
+class TurnTaker(Protocol):
+    """Who lies in segments of a `SegmentOwner` while that rests."""
+
+    user: str
+
+    @property
+    def busy(self) -> bool:
+        """Whether it is in the midst of an iteration."""
+
+    def end_turn(self) -> None:
+        """Let the owner have the bytes. Collective: yes, over its group, in a turn."""
+
+    def move_out(self) -> None:
+        """Lie there no more, as all ranks do. Collective: no."""
+
+
+class SegmentOwner(Protocol):
+    """Who has segments, and uses them only from collective to collective."""
+
+    arena: Arena | None
+    turns: TurnTaker | None
+    captured: bool
+
+
+@define(eq=False)
+class Turn:
+    """What a tenant has of the owner's bytes until it ends. See [Note: turns with FSDP2].
+
+    Args:
+        arena: The tenant's part of the segments.
+        group: Name of the group of its ranks.
+    """
+
+    _arena: Arena
+    _group: str
+    _held: list[tuple[Ledger, list[tuple[int, int, Lease]]]] = field(init=False, factory=list)
+    _aside: ExitStack = field(init=False, factory=ExitStack)
+
+    def begin(self) -> None:
+        """Have the bytes behind all that the owner did there. Collective: yes."""
+        for segment in self._segments:
+            ledger, at = Ledger(segment.leases), (segment.begin, segment.begin + segment.nbytes)
+            _, stay = ledger.give_room(*at)
+            if stay:  # a buffer of FSDP2's that torch still refers to
+                self._aside.enter_context(set_aside(segment.tensor))
+            self._held.append((ledger, ledger.clear(*at)))
+        self.meet()
+
+    def meet(self) -> None:
+        """Wait until no rank is in the bytes of others. Collective: yes."""
+        for segment in self._segments:
+            segment.barrier(self._group)
+
+    def over(self, device: torch.device) -> None:
+        """Let the owner have them, behind what the current stream has to do. Collective: no."""
+        there = device_of(device)
+        for segment, (ledger, held) in zip(self._segments, self._held, strict=True):
+            lease = Lease(stream=there.current_stream() if there.is_accelerator else None)
+            ledger.take(segment.begin, segment.begin + segment.nbytes, lease)
+            lease.drop()
+            for begin, end, other in held:
+                ledger.take(begin, end, other)
+        self._held.clear()
+        self._aside.close()
+
+    @property
+    def _segments(self) -> list[Segment]:
+        return list(self._arena.segments.values())
+
+
+def segments_made(group: Group) -> int:
+    """How often segments were made in which tenants over a group can lie; equal on its ranks."""
+    return PROCESS.segments_made.get(group.process_group, 0)
+
+
+def rests(tenant: TurnTaker, plan: Plan, memory: str, group: Group) -> dict[int, SegmentOwner]:
+    """``{number of the arena: who has it}`` where a tenant's plan could lie. Collective: no."""
+    return {
+        owner.arena.number: owner
+        for owner in PROCESS.resting
+        if owner.arena is not None
+        and owner.arena.numbered
+        and owner.arena.memory == memory
+        and owner.arena.races is None
+        and not owner.captured
+        and owner.turns in (None, tenant)
+        and _room(plan, owner.arena, group) is not None
+    }
+
+
+def agree_on_owner(
+    found: dict[int, SegmentOwner], group: Group, timeout: float
+) -> SegmentOwner | None:
+    """The owner that all ranks have found, the first if there are several.
+
+    A model that was dropped ends on each rank at a moment of its own.
+
+    Args:
+        found: Where this rank could lie, as `rests` says it.
+        group: The tenant's ranks.
+        timeout: Seconds that they wait for each other.
+
+    Collective: yes, over the group.
+    """
+    given = {group.name: sorted(found)}, {group.name: group.process_group}
+    said = all_gather_json("segments that rest", *given, timeout)[group.name]
+    return next((found[n] for n in sorted(found) if all(n in of for of in said)), None)
+
+
+def part_of(owner: SegmentOwner, plan: Plan, group: Group, user: str) -> Arena:
+    """The part of somebody's segments in which a tenant's plan lies."""
+    assert owner.arena is not None
+    places = _room(plan, owner.arena, group)
+    assert places is not None
+    return suballocated(plan, user, owner.arena, {n: (s, 0) for n, s in places.items()})
+
+
+def _room(plan: Plan, arena: Arena, group: Group) -> dict[str, str] | None:
+    """``{segment of the plan: segment in which it lies}``; None if some does not fit."""
+    found: dict[str, str] = {}
+    for spec in plan.segments:
+        there = next(
+            (
+                name
+                for name, segment in arena.segments.items()
+                if name not in found.values()
+                and spec.nbytes <= segment.nbytes
+                and spec.groups == (group.name,)
+                and not spec.signal_pad
+                and (met := segment.rendezvous.get(group.torch_name)) is not None
+                and met.group.process_group is group.process_group
+            ),
+            None,
+        )
+        if there is None:
+            return None
+        found[spec.name] = there
+    return found or None

@@ -1,0 +1,188 @@
+"""Sessions in FSDP2's segments: its bytes and no others, the same bits, and both take turns."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from doubles import installed, on_devices, state
+from doubles.streams import capture
+from fsdp_machine import compared as of_programs
+from fsdp_machine import verdict
+from fsdp_models import Net, batch, shard
+from fsdp_programs import drawn
+from gathering_optimizers import ACTS, STYLES, Gathering, compared, in_session
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import pool_of
+
+import symmplan
+from examples import examples
+from symmplan.errors import RunError
+
+pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+two = pool_of(2, timeout=120.0)
+
+
+def _compared(rank, world, style, acts, memory="shm"):
+    gc.collect()
+    given = rank, world, style, acts
+    if memory == "shm":
+        return compared(*given, choose="placed")
+    with installed(races=True):
+        found = compared(*given, choose="placed", memory=memory)
+        assert state().races == []
+    return found
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_session_takes_nothing_beside_fsdp2(two, style):
+    for found in two.run(_compared, style, ["train"] * 5):
+        assert found["differences"] == []
+        assert found["rests"]
+        assert found["bytes"] == [found["alone"]] + [found["fsdp"]] * 4
+        assert found["copies"] == 0
+        assert found["replans"] == [0] * 5
+        assert found["rendezvous"] == [1] * 5
+
+
+@pytest.mark.parametrize("memory", ["nccl", "cuda"])
+def test_on_devices_neither(two, memory):
+    for found in two.run(_compared, "asynchronous", ["train"] * 4, memory):
+        assert found["differences"] == []
+        assert found["rests"]
+        assert found["bytes"][1:] == [found["fsdp"]] * 3
+
+
+@pytest.mark.further
+@pytest.mark.parametrize("act", ACTS[1:])
+def test_after_each_act_the_bits_are_the_same(two, act):
+    acts = ["train", "train", act, "train", act, act, "train"]
+    for found in two.run(_compared, STYLES[ACTS.index(act) % len(STYLES)], acts):
+        assert found["differences"] == []
+        assert found["rests"]
+
+
+@pytest.mark.further
+@examples(24)
+@given(
+    style=st.sampled_from(STYLES),
+    acts=st.lists(st.sampled_from(ACTS), min_size=3, max_size=7),
+    memory=st.sampled_from(["shm", "shm", "nccl", "cuda"]),
+)
+def test_whatever_is_done_between_has_the_same_bits(two, style, acts, memory):
+    for found in two.run(_compared, style, ["train", *acts, "train"], memory):
+        assert found["differences"] == []
+
+
+def _program(rank, world, program):
+    return in_session(rank, world, program, of_programs)
+
+
+@pytest.mark.further
+@pytest.mark.parametrize("seed", range(12))
+def test_random_programs_have_the_same_bits(two, seed):
+    program = drawn(seed, ranks=2)
+    if any("clip" in str(act) for act in program.acts):
+        return  # whose norm a session sees, in no other iteration
+    assert not verdict(two.run(_program, program))
+
+
+def _session(rank, world, *, between):
+    """What a session has that is entered behind FSDP2's plan, or runs around its collectives."""
+    torch.manual_seed(0)
+    model = shard(Net(blocks=2))
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
+    optimizer = Gathering(model.parameters(), "in place", torch.distributed.group.WORLD)
+
+    @torch.enable_grad()
+    def train(step):
+        model(batch(step, rank)).sum().backward()
+
+    for step in range(3):
+        train(step)
+    assert handle.planned
+    with symmplan.eager(choose="placed", timeout=30.0) as session:
+        for step in range(3):
+            train(step)
+            if between:
+                optimizer.between = lambda step=step: train(10 + step)
+            optimizer.step()
+            session.step()
+        found = [session.stats.segment_bytes, session.plan.peak_bytes, handle.stats.replans]
+        found.append([s.users for s in symmplan.segments()])
+    handle.remove()
+    return found
+
+
+def test_who_comes_behind_fsdp2s_plan_makes_no_other(two):
+    for own, needed, replans, users in two.run(_session_behind):
+        assert (own, replans, users) == (0, 0, [("FSDP2", "eager session")])
+        assert needed > 0
+
+
+def _session_behind(rank, world):
+    return _session(rank, world, between=False)
+
+
+def test_who_runs_while_fsdp2_does_has_bytes_of_its_own(two):
+    for own, needed, _, users in two.run(_session_around):
+        assert own == needed > 0
+        assert sorted(users) == [("FSDP2",), ("eager session",)]
+
+
+def _session_around(rank, world):
+    return _session(rank, world, between=True)
+
+
+def _captured(rank, world):
+    """What a capture of a session's iteration raises while it lies in FSDP2's segments."""
+    on_devices(rank, world, _capturing)
+
+
+def _capturing(rank, world):
+    torch.manual_seed(0)
+    model = shard(Net(blocks=2))
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
+    optimizer = Gathering(model.parameters(), "in place", torch.distributed.group.WORLD)
+    with symmplan.eager(choose="placed", timeout=30.0, device="cpu") as session:
+        for step in range(3):
+            model(batch(step, rank)).sum().backward()
+            optimizer.step()
+            session.step()
+        with capture(), pytest.raises(RunError, match="lies in FSDP2's segments"):
+            optimizer.step()
+        session.release()
+    handle.remove()
+
+
+def test_a_session_that_takes_turns_is_not_captured_alone(two):
+    two.run(_captured)
+
+
+def _asleep(rank, world):
+    """`handle.sleep` in the midst of a session's iteration."""
+    model = shard(Net(blocks=2))
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
+    optimizer = Gathering(model.parameters(), "in place", torch.distributed.group.WORLD)
+
+    def sleep():
+        with pytest.raises(RunError, match="in an iteration of a session"):
+            handle.sleep()
+
+    with symmplan.eager(choose="placed", timeout=30.0) as session:
+        for step in range(4):
+            model(batch(step, rank)).sum().backward()
+            optimizer.between = sleep if step == 3 else lambda: None
+            optimizer.step()
+            session.step()
+        handle.sleep()
+        assert session.asleep
+        assert not symmplan.segments()
+    handle.remove()
+
+
+def test_fsdp2_sleeps_between_the_sessions_iterations(two):
+    two.run(_asleep)
