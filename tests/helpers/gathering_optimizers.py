@@ -135,6 +135,7 @@ def trained(rank, world, style, acts, *, planned, holds=False, late=True, **opti
             loss.backward()
         trace.add(f"{step}.loss", sum(x.detach() for x in some))
         trace.grads(model, step)
+        synchronize()
         graph = model(batch(step, rank)).sum() if act == "graph" else None
         optimizer.between = _between(model, optimizer, trace, kept, step, act, rank)
         optimizer.step()

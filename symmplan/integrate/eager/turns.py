@@ -1,8 +1,8 @@
 """Where a session lies: in segments of its own, or in those of FSDP2 while that rests.
 
-See [Note: turns with FSDP2] in `symmplan.runtime.resting`. A session can lie there if all its calls
-are on one stream, if each collective is waited for in its iteration, and if FSDP2 ran no collective
-between the first of its calls and `Session.step` in the recorded iteration.
+See [Note: turns with FSDP2] in `symmplan.runtime.resting`. A session can lie there if its bytes are
+used on one stream, if each collective is waited for in its iteration, and if FSDP2 ran no
+collective between the first of its calls and `Session.step` in the recorded iteration.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan.capture.streams import MARK
 from symmplan.coordination.own import own_work
 from symmplan.device import device_of
 from symmplan.errors import RunError
@@ -197,8 +196,9 @@ def may_rest(captured: Captured, plan: Plan) -> bool:
     """Whether a session can lie in segments of others, by what it does; equal on all ranks."""
     placed = [s.node for s in captured.sites if s.buffer is not None]
     waited = all(n in captured.waits for n in placed if captured.specs[n].asynchronous)
-    one_stream = all(operation.op != MARK for operation in captured.problem.operations)
-    return waited and one_stream and bool(plan.segments)
+    streams = {operation.name: operation.stream for operation in captured.problem.operations}
+    used = {streams[access.operation] for access in captured.problem.accesses}
+    return waited and len(used) == 1 and bool(plan.segments)
 
 
 def _await(event: Event) -> None:
