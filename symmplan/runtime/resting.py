@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Protocol
 from attrs import define, field
 
 from symmplan.coordination.all_gather import all_gather_json
-from symmplan.device import device_of
+from symmplan.device import device_of, kind_of
+from symmplan.memory.health import Health
 from symmplan.process import PROCESS
 from symmplan.runtime.leases import Lease, Ledger, set_aside
 from symmplan.runtime.tenants import suballocated
@@ -59,6 +60,8 @@ class SegmentOwner(Protocol):
     arena: Arena | None
     turns: TurnTaker | None
     captured: bool
+    #: The last CUDA graph that was captured of it; 0 if none was.
+    capture: int
 
 
 @define(eq=False)
@@ -102,6 +105,12 @@ class Turn:
         self._held.clear()
         self._aside.close()
 
+    def fail(self, error: BaseException) -> None:
+        """Nobody may use the segments any more: a peer may be in the midst of a call there."""
+        for segment in self._segments:
+            assert segment.parent is not None
+            segment.parent.health.break_(error)
+
     @property
     def _segments(self) -> list[Segment]:
         return list(self._arena.segments.values())
@@ -112,7 +121,9 @@ def segments_made(group: Group) -> int:
     return PROCESS.segments_made.get(group.process_group, 0)
 
 
-def rests(tenant: TurnTaker, plan: Plan, memory: str, group: Group) -> dict[int, SegmentOwner]:
+def rests(
+    tenant: TurnTaker, plan: Plan, memory: str, group: Group, device: torch.device
+) -> dict[int, SegmentOwner]:
     """``{number of the arena: who has it}`` where a tenant's plan could lie. Collective: no."""
     return {
         owner.arena.number: owner
@@ -123,7 +134,7 @@ def rests(tenant: TurnTaker, plan: Plan, memory: str, group: Group) -> dict[int,
         and owner.arena.races is None
         and not owner.captured
         and owner.turns in (None, tenant)
-        and _room(plan, owner.arena, group) is not None
+        and _room(plan, owner.arena, group, device) is not None
     }
 
 
@@ -146,28 +157,32 @@ def agree_on_owner(
     return next((found[n] for n in sorted(found) if all(n in of for of in said)), None)
 
 
-def part_of(owner: SegmentOwner, plan: Plan, group: Group, user: str) -> Arena:
+def part_of(
+    owner: SegmentOwner, plan: Plan, group: Group, device: torch.device, user: str
+) -> Arena:
     """The part of somebody's segments in which a tenant's plan lies."""
     assert owner.arena is not None
-    places = _room(plan, owner.arena, group)
+    places = _room(plan, owner.arena, group, device)
     assert places is not None
-    return suballocated(plan, user, owner.arena, {n: (s, 0) for n, s in places.items()})
+    at = {name: (segment, 0) for name, segment in places.items()}
+    # What fails between turns does not concern the owner.
+    return suballocated(plan, user, owner.arena, at, Health())
 
 
-def _room(plan: Plan, arena: Arena, group: Group) -> dict[str, str] | None:
+def _room(plan: Plan, arena: Arena, group: Group, device: torch.device) -> dict[str, str] | None:
     """``{segment of the plan: segment in which it lies}``; None if some does not fit."""
     found: dict[str, str] = {}
     for spec in plan.segments:
+        if spec.groups != (group.name,) or spec.signal_pad:
+            return None
         there = next(
             (
                 name
                 for name, segment in arena.segments.items()
                 if name not in found.values()
                 and spec.nbytes <= segment.nbytes
-                and spec.groups == (group.name,)
-                and not spec.signal_pad
-                and (met := segment.rendezvous.get(group.torch_name)) is not None
-                and met.group.process_group is group.process_group
+                and kind_of(segment.tensor.device) is kind_of(device)
+                and _alone(segment, group)
             ),
             None,
         )
@@ -175,3 +190,11 @@ def _room(plan: Plan, arena: Arena, group: Group) -> dict[str, str] | None:
             return None
         found[spec.name] = there
     return found or None
+
+
+def _alone(segment: Segment, group: Group) -> bool:
+    """Whether a group reaches a segment, and nobody else does."""
+    met = segment.rendezvous.get(group.torch_name)
+    others = (r.group.ranks for r in segment.rendezvous.values())
+    known = met is not None and met.group.process_group is group.process_group
+    return known and all({*ranks} <= {*group.ranks} for ranks in others)

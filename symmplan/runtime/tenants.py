@@ -32,6 +32,7 @@ from symmplan.process import PROCESS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from symmplan.memory.health import Health
     from symmplan.model import Placement, Plan
 
 
@@ -81,7 +82,11 @@ def timed(tenant: Tenant, parent: Arena, places: Mapping[str, Placement]) -> Are
 
 
 def suballocated(
-    plan: Plan, user: str, parent: Arena, places: Mapping[str, tuple[str, int]]
+    plan: Plan,
+    user: str,
+    parent: Arena,
+    places: Mapping[str, tuple[str, int]],
+    health: Health | None = None,
 ) -> Arena:
     """A part of an arena for a plan, which others have meanwhile.
 
@@ -90,6 +95,7 @@ def suballocated(
         user: Who has it, for people.
         parent: The arena.
         places: ``{segment of the plan: (segment of the arena, where it begins there in bytes)}``.
+        health: Of the part; that of the arena if it is None.
     """
     segments = {}
     for spec in plan.segments:
@@ -101,7 +107,7 @@ def suballocated(
             lease_out(whole.tensor[begin : begin + spec.nbytes]),
             None,
             timeout=parent.timeout,
-            health=whole.health,
+            health=health or whole.health,
             parent=whole,
             begin=begin,
         )

@@ -90,7 +90,7 @@ AGREED = {
         _unsharded.values again async_op autograd.graph_task autograd.in_backward c.buffer
         c10d.group_name
         factor_of g.to gathers input_tensor Key key.kind log.ran math.prod
-        memory.captured op output_tensor PlannedAllGather._site PlannedAllGather._slot
+        op output_tensor PlannedAllGather._site PlannedAllGather._slot
         PlannedReduceScatter._plain_buffer PlannedReduceScatter._site
         PlannedReduceScatter._slot Pushes._last Pushes.unmet pushes.unmet Runtime._arrived
         note _calls.get Runtime._lacking Runtime._modules Runtime._tries Runtime._waiting

@@ -174,6 +174,7 @@ class IterationRecording:
         )
         preparation.log(frozen.plan, frozen.program.algorithms)
         frozen.schedule(frozen.arena)
+        self._turns.frozen = frozen
         return frozen
 
     def _agree_on_refused(self) -> dict[fx.Node, str]:
@@ -228,6 +229,7 @@ class IterationRecording:
             how = (fitting.lowerings, chosen.placed, chosen.engines)
             program = place(captured, plan, *how, plan.barriers)
         rests = may_rest(captured, plan) and self._others == PROCESS.rests_ended
+        rests = rests and not settings.options.debug
         arena, rendezvous = self._obtain(plan, engines=bool(chosen.engines), rests=rests)
         return Frozen(
             program,
@@ -253,7 +255,6 @@ class IterationRecording:
         """
         settings, preparation = self._settings, self._preparation
         meet = register_known if engines else _nobody
-        rests = rests and not settings.options.debug and preparation.refusal is None
         part = self._turns.place(plan, preparation.memory, may=rests)
         if part is None:
             return preparation.obtain(plan, settings.device, settings.process_groups, meet)

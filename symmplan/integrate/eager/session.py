@@ -345,6 +345,7 @@ class Session(OfOneProcess):
 
     def _stop_serving(self, error: BaseException) -> None:
         """At the first failure, here or elsewhere."""
+        self._turns.fail(error)
         if self._frozen is not None:
             for segment in self._frozen.arena.segments.values():
                 segment.health.break_(error)

@@ -42,6 +42,7 @@ class Turns:
     Attributes:
         user: Name of the session, for people.
         busy: Whether the session is in the midst of an iteration.
+        frozen: The session's plan, once it has one.
     """
 
     user = "eager session"
@@ -50,7 +51,7 @@ class Turns:
         self.busy = False
         self._settings = settings
         self._seen = 0  # segments that were made for its group
-        self._frozen: Frozen | None = None
+        self.frozen: Frozen | None = None
         self._owner: weakref.ref[Any] | None = None
         self._turn: Turn | None = None
         self._cursor: Cursor | None = None
@@ -71,7 +72,8 @@ class Turns:
         owner = self._found(plan, memory, may=may)
         if owner is None:
             return None
-        part = part_of(owner, plan, self._settings.group, self.user)
+        settings = self._settings
+        part = part_of(owner, plan, settings.group, settings.device, self.user)
         owner.turns, self._owner = self, weakref.ref(owner)
         return part
 
@@ -80,7 +82,8 @@ class Turns:
         self._seen = segments_made(group)
         if not self._seen:
             return None
-        found = rests(self, plan, memory, group) if may and can_be_taken() else {}
+        device, may = self._settings.device, may and can_be_taken()
+        found = rests(self, plan, memory, group, device) if may else {}
         return agree_on_owner(found, group, self._settings.options.timeout)
 
     def follow(self, frozen: Frozen) -> None:
@@ -93,18 +96,18 @@ class Turns:
         arena, settings = frozen.arena, self._settings
         if self._found(frozen.plan, arena.memory, may=frozen.may_rest) is None:
             return
-        self._step_aside(frozen)
         if arena.timed:
             self.move_out()
         else:
+            self._step_aside(frozen)
             given = settings.process_groups, settings.device, settings.options.timeout
             give_back(self.user, [frozen.leave_for_sleep()], *given)
 
     def move_out(self) -> None:
         """See `TurnTaker`. The session obtains memory when the next call comes. Collective: no."""
-        frozen = self._frozen
+        frozen = self.frozen
         self._leave()
-        if frozen is not None and not frozen.asleep:
+        if frozen is not None and not frozen.asleep and frozen.arena.timed:
             self._step_aside(frozen)
             synchronize(self._settings.device)
             frozen.leave_for_sleep().give_back()
@@ -112,7 +115,8 @@ class Turns:
     def simulated(self, frozen: Frozen) -> Plan:
         """The plan; in a simulated world it has no memory if FSDP2's has room. Collective: no."""
         group, memory = self._settings.group, frozen.arena.memory
-        if frozen.may_rest and rests(self, frozen.plan, memory, group):
+        device = self._settings.device
+        if frozen.may_rest and rests(self, frozen.plan, memory, group, device):
             frozen.arena.give_back()
         return frozen.plan
 
@@ -121,7 +125,7 @@ class Turns:
         owner = None if self._owner is None else self._owner()
         if owner is not None and owner.turns is self:
             owner.turns = None
-        self._owner = self._frozen = None
+        self._owner = None
 
     # Turns.
 
@@ -137,10 +141,12 @@ class Turns:
 
         Collective: yes, over the session's group, if it lies in FSDP2's segments.
         """
-        self.busy, self._frozen, self._cursor = True, frozen, cursor
+        self.busy, self._cursor = True, cursor
         if self._turn is not None or not frozen.arena.timed:
             return
-        if device_of(self._settings.device).is_capturing():
+        owner = None if self._owner is None else self._owner()
+        capture = device_of(self._settings.device).capture_of()
+        if capture and (owner is None or owner.capture != capture):
             raise RunError(
                 "a CUDA graph is being captured of a session that lies in FSDP2's segments",
                 expected="segments that nobody else has between two runs of the graph",
@@ -160,7 +166,7 @@ class Turns:
 
     def end_turn(self) -> None:
         """See `TurnTaker`."""
-        turn, frozen, device = self._turn, self._frozen, self._settings.device
+        turn, frozen, device = self._turn, self.frozen, self._settings.device
         if turn is None or frozen is None:
             return
         self._turn = None
@@ -175,13 +181,19 @@ class Turns:
                 frozen.schedule(frozen.arena)
             turn.over(device)
 
+    def fail(self, error: BaseException) -> None:
+        """The session has failed: FSDP2's segments cannot be used if that was in a turn."""
+        if self._turn is not None:
+            self._turn.fail(error)
+
     def drop(self) -> None:
         """The session is over, or has failed. Collective: no."""
         turn, self._turn = self._turn, None
-        if turn is not None:
+        if turn is not None and self.frozen is not None:
+            self._step_aside(self.frozen)
             turn.over(self._settings.device)
         self._leave()
-        self.busy, self._cursor, self._works = False, None, []
+        self.busy, self.frozen, self._cursor, self._works = False, None, None, []
 
     @staticmethod
     def _step_aside(frozen: Frozen) -> bool:

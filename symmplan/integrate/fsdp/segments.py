@@ -69,6 +69,7 @@ class Memory:
             `symmplan.runtime.tenants`.
         turns: Who lies in the segments between steps; see `symmplan.runtime.resting`.
         captured: Whether a CUDA graph may have the addresses.
+        capture: The last such graph; 0 if there is none.
         preparation: What the ranks agree on, and how they get memory.
         recording: What is being recorded.
         program: What the program had before the first plan.
@@ -84,6 +85,7 @@ class Memory:
         self.tenants: list[Tenant | None] = []
         self.turns: TurnTaker | None = None
         self.captured = False
+        self.capture = 0
         self.preparation = Preparation(options, "symmplan.fsdp", "FSDP2")
         self.program = ProgramUsage(options.timeout)
         self.facade: Device | None = None

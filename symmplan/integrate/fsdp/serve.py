@@ -167,7 +167,8 @@ class Runtime:
                 fix="run a step before the capture, and then handle.freeze()",
                 module=key.site,
             )
-        self.memory.captured = self.memory.captured or captured
+        if captured:
+            self.memory.captured, self.memory.capture = True, self.memory.facade.capture_of()
         if self._ends.before(key) and not captured:
             self._turn()
         self._arrived, self._outside = key, outside

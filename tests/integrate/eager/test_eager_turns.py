@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import pytest
@@ -15,7 +16,7 @@ from fsdp_programs import drawn
 from gathering_optimizers import ACTS, STYLES, Gathering, compared, in_session
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import pool_of
+from ranks import RankPool, pool_of
 
 import symmplan
 from examples import examples
@@ -42,7 +43,8 @@ def test_a_session_takes_nothing_beside_fsdp2(two, style):
     for found in two.run(_compared, style, ["train"] * 5):
         assert found["differences"] == []
         assert found["rests"]
-        assert found["bytes"] == [found["alone"]] + [found["fsdp"]] * 4
+        assert found["bytes"][0] >= found["alone"] > 0
+        assert found["bytes"][1:] == [found["fsdp"]] * 4
         assert found["copies"] == 0
         assert found["replans"] == [0] * 5
         assert found["rendezvous"] == [1] * 5
@@ -164,6 +166,7 @@ def test_a_session_that_takes_turns_is_not_captured_alone(two):
 
 def _asleep(rank, world):
     """`handle.sleep` in the midst of a session's iteration."""
+    gc.collect()  # what other programs have left in cycles
     model = shard(Net(blocks=2))
     handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
     optimizer = Gathering(model.parameters(), "in place", torch.distributed.group.WORLD)
@@ -180,9 +183,115 @@ def _asleep(rank, world):
             session.step()
         handle.sleep()
         assert session.asleep
-        assert not symmplan.segments()
+        assert symmplan.segments() == ()
     handle.remove()
 
 
 def test_fsdp2_sleeps_between_the_sessions_iterations(two):
     two.run(_asleep)
+
+
+class _Stopped(Exception):  # noqa: N818
+    """What a program raises, and catches."""
+
+
+def _left(rank, world, *, inside):
+    """A session that is left by an exception, in its iteration or not; FSDP2 goes on if not."""
+    torch.manual_seed(0)
+    model = shard(Net(blocks=2))
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
+    optimizer = Gathering(model.parameters(), "in place", torch.distributed.group.WORLD)
+
+    def stop():
+        raise _Stopped
+
+    with contextlib.suppress(_Stopped), symmplan.eager(choose="placed", timeout=30.0) as session:
+        for step in range(4):
+            model(batch(step, rank)).sum().backward()
+            if step == 3 and not inside:
+                stop()
+            optimizer.between = stop if step == 3 else lambda: None
+            optimizer.step()
+            session.step()
+    if inside:
+        with pytest.raises(RunError, match="unusable since a call failed"):
+            model(batch(5, rank))
+        return None
+    losses = [model(batch(step, rank)).sum().item() for step in range(3)]
+    plain = handle.stats.plain
+    handle.remove()
+    assert losses == [model(batch(step, rank)).sum().item() for step in range(3)]
+    return plain
+
+
+def _left_between(rank, world):
+    return _left(rank, world, inside=False)
+
+
+def _left_inside(rank, world):
+    return _left(rank, world, inside=True)
+
+
+def test_fsdp2_goes_on_when_a_session_is_left_by_an_exception(two):
+    assert two.run(_left_between) == [0, 0]
+
+
+def test_fsdp2_says_so_if_that_was_in_the_sessions_iteration():
+    with RankPool(2, timeout=60.0) as pool:
+        pool.run(_left_inside)
+
+
+def _whole_step(rank, world):
+    """FSDP2's step and the session's iteration in one CUDA graph."""
+    on_devices(rank, world, _capturing_all)
+
+
+def _capturing_all(rank, world):
+    torch.manual_seed(0)
+    model = shard(Net(blocks=2))
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
+    optimizer = Gathering(model.parameters(), "in place", torch.distributed.group.WORLD)
+    with symmplan.eager(choose="placed", timeout=30.0, device="cpu") as session:
+
+        def step(number):
+            model(batch(number, rank)).sum().backward()
+            optimizer.step()
+            session.step()
+
+        for number in range(3):
+            step(number)
+        with capture():
+            step(3)
+        assert session.stats.segment_bytes == 0
+    handle.remove()
+
+
+def test_a_whole_step_is_captured(two):
+    two.run(_whole_step)
+
+
+def _planned_anew(rank, world):
+    """FSDP2 has another segment before the session has had a turn in the first one."""
+    torch.manual_seed(0)
+    gc.collect()
+    model = shard(Net(blocks=2))
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
+    optimizer = Gathering(model.parameters(), "in place", torch.distributed.group.WORLD)
+    model(batch(0, rank)).sum().backward()
+    handle.freeze()
+    with symmplan.eager(choose="placed", timeout=30.0) as session:
+        optimizer.step()
+        session.step()
+        handle.sleep()  # between its plan and its first turn
+        assert symmplan.segments() == ()
+        for step in range(1, 3):
+            model(batch(step, rank)).sum().backward()
+            optimizer.step()
+            session.step()
+        found = [s.users for s in symmplan.segments()], session.stats.segment_bytes
+    handle.remove()
+    return found
+
+
+def test_a_session_moves_before_its_first_turn_too(two):
+    assert two.run(_planned_anew) == [([("FSDP2", "eager session")], 0)] * 2
