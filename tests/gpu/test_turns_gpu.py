@@ -63,8 +63,9 @@ def _measured(rank, world, planned, memory):
     optimizer = Gathering(model.parameters(), "in place", dist.group.WORLD)
     handle = session = None
     if planned:
-        handle = symmplan.fsdp.apply(model, choose="placed", memory=memory, timeout=60.0)
-        session = symmplan.eager(choose="placed", memory=memory, timeout=60.0)
+        # With a limit: what the program has without symmplan is too little for NCCL's windows.
+        given = {"choose": "placed", "memory": memory, "timeout": 60.0, "capacity": "1GiB"}
+        handle, session = symmplan.fsdp.apply(model, **given), symmplan.eager(**given)
         session.__enter__()
     taken = []
     for _ in range(8):
