@@ -21,6 +21,7 @@ from ranks import RankPool, pool_of
 import symmplan
 from examples import examples
 from symmplan.errors import RunError
+from symmplan.memory.segment import locate
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -295,3 +296,32 @@ def _planned_anew(rank, world):
 
 def test_a_session_moves_before_its_first_turn_too(two):
     assert two.run(_planned_anew) == [([("FSDP2", "eager session")], 0)] * 2
+
+
+def _interrupted(rank, world):
+    """What FSDP2 finds in its segments if it runs in the midst of a session's iteration."""
+    torch.manual_seed(0)
+    model = shard(Net(blocks=2))
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
+    optimizer = Gathering(model.parameters(), "in place", torch.distributed.group.WORLD)
+    found = []
+
+    def evaluate():
+        kept, before = optimizer.kept, optimizer.kept.clone()
+        found.append(locate(kept) is not None)
+        model(batch(9, rank))
+        found.append(locate(kept) is not None)
+        assert torch.equal(kept, before)
+
+    with symmplan.eager(choose="placed", timeout=30.0) as session:
+        for step in range(4):
+            model(batch(step, rank)).sum().backward()
+            optimizer.between = evaluate if step == 3 else lambda: None
+            optimizer.step()
+            session.step()
+    handle.remove()
+    return found
+
+
+def test_what_the_program_holds_moves_when_fsdp2_runs(two):
+    assert two.run(_interrupted) == [[True, False]] * 2
