@@ -12,6 +12,7 @@ import textwrap
 
 import pages
 import pytest
+import torch
 from paths import ROOT
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from trainer_runs import check_engaged, run
@@ -126,6 +127,30 @@ def titan_trains_alike(folder, *options, exact=True):
 
 #: Its log without colours.
 TITAN = ["--metrics.disable_color_printing"]
+
+
+def test_muon_is_what_one_process_computes():
+    """Of whole matrices, and of the batches of both ranks."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 64, bias=False) for _ in range(5)]
+    model = torch.nn.Sequential(*(m for layer in layers for m in (layer, torch.nn.GELU())))
+    batch, momenta = torch.randn(2, 16, 64), [torch.zeros(64, 64) for _ in layers]
+    losses = []
+    for _ in range(3):
+        each = [(model(x) - 1).square().mean() for x in batch]
+        losses.append(each[0].item())
+        (sum(each) / 2).backward()
+        with torch.no_grad():
+            for layer, momentum in zip(layers, momenta, strict=True):
+                x = momentum.mul_(0.95).add_(layer.weight.grad)
+                x = x / (x.norm() + 1e-7)
+                for _ in range(5):
+                    gram = x @ x.T
+                    x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+                layer.weight.sub_(x, alpha=0.02)
+        model.zero_grad()
+    said_ = said((TRAINERS / "muon.py").read_text(encoding="utf-8")).split()[::3]
+    assert [float(loss) for loss in said_] == pytest.approx(losses, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -86,6 +86,7 @@ def test_a_simulation():
         ordinary_bytes=Ordinary(1 << 20, 0, 0, 0),
         cached_bytes=0,
         beyond_bytes=0,
+        asleep_bytes=0,
         device_bytes_without=2 << 20,
         collectives=(),
     )

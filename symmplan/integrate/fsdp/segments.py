@@ -350,7 +350,7 @@ class Memory:
             return
         arena, rendezvous = held
         self._dismiss()
-        for group in self.reached.values():
+        for group in filter(None, self.reached.values()):
             PROCESS.segments_made[group] = PROCESS.segments_made.get(group, 0) + 1
         self._older += self._arenas
         self._arenas[:] = [arena]
