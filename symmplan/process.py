@@ -169,7 +169,7 @@ class Process:
     #: ``{process group: how often such segments were made for it}``, and how many collectives of
     #: such owners have come: written by those.
     segments_made: WeakKeyDictionary[Any, int] = field(factory=WeakKeyDictionary)
-    rests_ended: int = 0
+    owners_ran: int = 0
 
     #: ``{torch.device: Device}`` that was asked for: written and read by `device_of`.
     devices: dict[Any, Any] = field(factory=dict)

@@ -6,9 +6,13 @@
     session around an optimizer that gathers: it takes no bytes of its own, and FSDP2's plan stays
     as it is. The tenant takes turns with FSDP2, who owns the segments. A turn begins with the
     tenant's first call of an iteration, and ends with the iteration, or before that with FSDP2's
-    next collective. At both ends all ranks of the tenant meet: then no peer is in bytes that are
-    not its own. Tensors of the tenant that the program still has when a turn ends are in a copy
+    next collective. Tensors of the tenant that the program still has when a turn ends are in a copy
     from then on, with all views of them.
+
+    All ranks of the tenant meet when each has made room, so that no peer is in FSDP2's bytes when
+    the tenant's first call touches a peer's. They meet again when each has ended its calls, so that
+    what is copied is complete, and once more when each has copied: FSDP2's next collective may be a
+    push, which writes to peers and meets nobody before. On each rank leases order the streams.
 
     All ranks decide together who lies where: when the tenant is planned, and when other segments
     were made since then. When a turn begins or ends follows from the program, which is the same on
@@ -18,7 +22,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import define, field
 
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from symmplan.coordination.groups import Group
+    from symmplan.device.base import Device
     from symmplan.memory import Arena
     from symmplan.memory.segment import Segment
     from symmplan.model import Plan
@@ -59,7 +64,6 @@ class SegmentOwner(Protocol):
 
     arena: Arena | None
     turns: TurnTaker | None
-    captured: bool
     #: The last CUDA graph that was captured of it; 0 if none was.
     capture: int
 
@@ -71,15 +75,19 @@ class Turn:
     Args:
         arena: The tenant's part of the segments.
         group: Name of the group of its ranks.
+        device: Where they lie.
     """
 
     _arena: Arena
     _group: str
+    _there: Device = field(converter=device_of)
+    _stream: Any = field(init=False, default=None)  # on which it has begun; None on the CPU
     _held: list[tuple[Ledger, list[tuple[int, int, Lease]]]] = field(init=False, factory=list)
     _aside: ExitStack = field(init=False, factory=ExitStack)
 
     def begin(self) -> None:
         """Have the bytes behind all that the owner did there. Collective: yes."""
+        self._stream = self._current()
         for segment in self._segments:
             ledger, at = Ledger(segment.leases), (segment.begin, segment.begin + segment.nbytes)
             _, stay = ledger.give_room(*at)
@@ -93,23 +101,33 @@ class Turn:
         for segment in self._segments:
             segment.barrier(self._group)
 
-    def over(self, device: torch.device) -> None:
+    def follow(self) -> None:
+        """Let the current stream, which may be the owner's, wait for the tenant's."""
+        if self._stream is not None:
+            self._there.current_stream().wait_stream(self._stream)
+
+    def put_back(self) -> None:
+        """Let what stayed there when the turn began be there again. Collective: no."""
+        self._aside.close()
+
+    def over(self) -> None:
         """Let the owner have them, behind what the current stream has to do. Collective: no."""
-        there = device_of(device)
         for segment, (ledger, held) in zip(self._segments, self._held, strict=True):
-            lease = Lease(stream=there.current_stream() if there.is_accelerator else None)
+            lease = Lease(stream=self._current())
             ledger.take(segment.begin, segment.begin + segment.nbytes, lease)
             lease.drop()
             for begin, end, other in held:
                 ledger.take(begin, end, other)
         self._held.clear()
-        self._aside.close()
 
     def fail(self, error: BaseException) -> None:
         """Nobody may use the segments any more: a peer may be in the midst of a call there."""
         for segment in self._segments:
             assert segment.parent is not None
             segment.parent.health.break_(error)
+
+    def _current(self) -> Any:
+        return self._there.current_stream() if self._there.is_accelerator else None
 
     @property
     def _segments(self) -> list[Segment]:
@@ -132,7 +150,7 @@ def rests(
         and owner.arena.numbered
         and owner.arena.memory == memory
         and owner.arena.races is None
-        and not owner.captured
+        and not owner.capture
         and owner.turns in (None, tenant)
         and _room(plan, owner.arena, group, device) is not None
     }

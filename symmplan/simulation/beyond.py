@@ -40,5 +40,6 @@ def _sleeps(world: World, segment: Segment, groups: Collection[str]) -> bool:
     pinned = [a for a in PROCESS.arenas.values() if a.user == PINNED]
     if world.memory == "nvshmem" or any(segment in a.segments.values() for a in pinned):
         return False
-    spread = any(simulated(group_by_name(name)).two_levels(world.memory) for name in groups)
-    return world.memory != "nccl" or not spread
+    # Windows of NCCL are of groups within a host; torch has what others reach, and keeps it.
+    within = all(simulated(group_by_name(name)).hosts == 1 for name in groups)
+    return world.memory != "nccl" or within

@@ -36,7 +36,7 @@ ACTS = (
     "evaluate inside",  # between two of the optimizer's calls
     "train inside",
     "keep inside",  # a tensor of the optimizer's first half, and evaluate
-    "twice",  # two forward passes before their backward passes, which FSDP2 plans anew
+    "twice",  # two forward passes before their backward passes
     "graph",  # of a forward pass, whose backward pass comes behind the optimizer
     "sleep",
     "session sleeps",
@@ -110,7 +110,7 @@ class Gathering:
         return whole
 
 
-def trained(rank, world, style, acts, *, planned, holds=False, late=True, **options):
+def trained(rank, world, style, acts, *, planned, holds=False, **options):
     """What a program of acts computes, and what the process holds after each iteration."""
     torch.manual_seed(3)
     model, trace = shard(Net(blocks=3).to(DEVICE[0])), Trace()
@@ -125,7 +125,7 @@ def trained(rank, world, style, acts, *, planned, holds=False, late=True, **opti
         session.__enter__()
     kept = []
     for step, act in enumerate(acts):
-        if late and rank == step % world:
+        if rank == step % world:
             time.sleep(0.003)
             if DEVICE[0] == "cuda":
                 torch.cuda._sleep(1_000_000)

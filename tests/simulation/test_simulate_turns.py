@@ -80,6 +80,14 @@ def test_what_stays_of_segments_that_sleep(memory, stays):
     assert "asleep" in report.summary()
 
 
+@pytest.mark.further
+def test_segments_of_nccl_on_several_hosts_do_not_sleep():
+    program = lambda: _program(session=False, steps=1)  # noqa: E731
+    hosts = {"ranks_per_host": 4, "ranks_per_domain": 8}
+    apart = symmplan.simulate(program, ranks=8, memory="nccl", **hosts)
+    assert apart.asleep_bytes == apart.peak_bytes + apart.beyond_bytes > apart.beyond_bytes
+
+
 def test_inputs_that_are_pinned_do_not_sleep():
     def program():
         torch._dynamo.reset()

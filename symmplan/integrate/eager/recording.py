@@ -121,7 +121,7 @@ class IterationRecording:
         """
         self._calls += 1
         if self._others is None:
-            self._others = PROCESS.rests_ended
+            self._others = PROCESS.owners_ran
         if self._calls == _LONG:
             LOG.warning(
                 "%d declared calls were recorded and session.step() has not come: call it at the "
@@ -140,7 +140,7 @@ class IterationRecording:
     def memory(self, kind: str, make: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """Serve `symmplan.placed.empty` and `symmplan.placed.out` while recording."""
         if self._others is None:
-            self._others = PROCESS.rests_ended
+            self._others = PROCESS.owners_ran
         tensor: torch.Tensor = make(*args, **kwargs)
         write: Write = "alloc" if kind == "empty" else "out"
         self._recorder.memory(tensor, kind, write, (make, *args), kwargs)
@@ -228,7 +228,7 @@ class IterationRecording:
             elements = {dtype: torch.empty((), dtype=dtype, device=device) for dtype in dtypes}
             how = (fitting.lowerings, chosen.placed, chosen.engines)
             program = place(captured, plan, *how, plan.barriers)
-        rests = may_rest(captured, plan) and self._others == PROCESS.rests_ended
+        rests = may_rest(captured, plan) and self._others == PROCESS.owners_ran
         rests = rests and not settings.options.debug
         arena, rendezvous = self._obtain(plan, engines=bool(chosen.engines), rests=rests)
         return Frozen(
@@ -261,7 +261,6 @@ class IterationRecording:
         try:
             return part, meet(part)
         except BaseException:
-            self._turns.move_out()
             part.give_back()
             raise
 

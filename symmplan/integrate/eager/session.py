@@ -196,7 +196,7 @@ class Session(OfOneProcess):
             self._turns.end_iteration()
         cursor.roles.part()
         self._counts += counted(frozen.events)
-        cursor.begin(cursor.first if PROCESS.rests_ended else self._serve)
+        cursor.begin(cursor.first if PROCESS.owners_ran else self._serve)
 
     def _freeze(self, recording: IterationRecording) -> None:
         self._recording = None
@@ -244,7 +244,7 @@ class Session(OfOneProcess):
 
     @property
     def asleep(self) -> bool:
-        """Whether `sleep` has given the memory back, and no call has come since."""
+        """Whether it has no memory until the next call, as FSDP2 or the session itself sleeps."""
         return self._frozen is not None and self._frozen.asleep
 
     @outside_graphs

@@ -154,7 +154,7 @@ class Turns:
                 fix="call handle.remove() of symmplan.fsdp before the session's first iteration",
                 **self._settings.group.here,
             )
-        turn = Turn(frozen.arena, self._settings.group.name)
+        turn = Turn(frozen.arena, self._settings.group.name, self._settings.device)
         with own_work:
             turn.begin()
         self._turn = turn
@@ -166,32 +166,37 @@ class Turns:
 
     def end_turn(self) -> None:
         """See `TurnTaker`."""
-        turn, frozen, device = self._turn, self.frozen, self._settings.device
+        turn, frozen = self._turn, self.frozen
         if turn is None or frozen is None:
             return
         self._turn = None
         if self._cursor is not None:
             self._cursor.serve = self._cursor.first
         with own_work:
+            turn.follow()
             for event in frozen.events:
                 _await(event)
             turn.meet()
             self._works = [event.work for event in frozen.events]
             if self._step_aside(frozen):
                 frozen.schedule(frozen.arena)
-            turn.over(device)
+            turn.put_back()
+            turn.meet()
+            turn.over()
 
     def fail(self, error: BaseException) -> None:
         """The session has failed: FSDP2's segments cannot be used if that was in a turn."""
-        if self._turn is not None:
-            self._turn.fail(error)
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            turn.fail(error)
 
     def drop(self) -> None:
         """The session is over, or has failed. Collective: no."""
         turn, self._turn = self._turn, None
         if turn is not None and self.frozen is not None:
             self._step_aside(self.frozen)
-            turn.over(self._settings.device)
+            turn.put_back()
+            turn.over()
         self._leave()
         self.busy, self.frozen, self._cursor, self._works = False, None, None, []
 

@@ -191,7 +191,8 @@ class Handle(OfOneProcess):
 
         Raises:
             RunError: On some rank the segments are in use: by a graph that is still alive, a
-                backward pass, a compiled graph, or a captured CUDA graph, which has addresses.
+                backward pass, a compiled graph, an eager session in the midst of an iteration, or a
+                captured CUDA graph, which has addresses.
                 Raised on all ranks that gather or reduce together, and nothing has changed.
             ReleasedError: The handle was removed.
 

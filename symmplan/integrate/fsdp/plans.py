@@ -229,7 +229,7 @@ class Planning:
 
         Collective: yes, over all groups of the model.
         """
-        free = not self._memory.captured and all(unshard.can_leave() for unshard in self.unshards)
+        free = not self._memory.capture and all(unshard.can_leave() for unshard in self.unshards)
         return all_agree("can move", free, self._memory.groups, self._options.timeout)
 
     def _vacate(self) -> None:

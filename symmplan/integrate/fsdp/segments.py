@@ -68,8 +68,7 @@ class Memory:
         tenants: Who was seen to run, in that order, None for those that are over; see
             `symmplan.runtime.tenants`.
         turns: Who lies in the segments between steps; see `symmplan.runtime.resting`.
-        captured: Whether a CUDA graph may have the addresses.
-        capture: The last such graph; 0 if there is none.
+        capture: The last CUDA graph that has the addresses; 0 if none may have them.
         preparation: What the ranks agree on, and how they get memory.
         recording: What is being recorded.
         program: What the program had before the first plan.
@@ -84,7 +83,6 @@ class Memory:
         self.rendezvous = 0
         self.tenants: list[Tenant | None] = []
         self.turns: TurnTaker | None = None
-        self.captured = False
         self.capture = 0
         self.preparation = Preparation(options, "symmplan.fsdp", "FSDP2")
         self.program = ProgramUsage(options.timeout)
@@ -146,7 +144,7 @@ class Memory:
         a tenant's turn ends.
         """
         self.recording = recording
-        PROCESS.rests_ended += 1
+        PROCESS.owners_ran += 1
         if self.turns is not None:
             self.turns.end_turn()
         if self._device is None:

@@ -168,7 +168,7 @@ class Runtime:
                 module=key.site,
             )
         if captured:
-            self.memory.captured, self.memory.capture = True, self.memory.facade.capture_of()
+            self.memory.capture = self.memory.facade.capture_of()
         if self._ends.before(key) and not captured:
             self._turn()
         self._arrived, self._outside = key, outside

@@ -89,7 +89,7 @@ def _why_not(runtime: Any) -> WhyNot:
     memory: Memory = runtime.memory
     assert memory.arena is not None
     name, segment = next(iter(memory.arena.segments.items()), ("", None))
-    if memory.captured and segment is not None:
+    if memory.capture and segment is not None:
         return in_capture("handle", f"segment {name!r} at {segment.address:#x}")
     tenant = memory.turns
     if tenant is not None and tenant.busy:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ import symmplan
 from examples import examples
 from symmplan.errors import RunError
 from symmplan.memory.segment import locate
+from symmplan.runtime.leases import StorageLease
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -85,20 +88,35 @@ def _program(rank, world, program):
 
 
 @pytest.mark.further
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [1, 2, 4, 5, 6, 7, 9, 10, 11, 13, 14, 16])
 def test_random_programs_have_the_same_bits(two, seed):
-    program = drawn(seed, ranks=2)
-    if any("clip" in str(act) for act in program.acts):
-        return  # whose norm a session sees, in no other iteration
-    assert not verdict(two.run(_program, program))
+    """Of those that train more than twice, and whose norm a session does not see now and then."""
+    results = two.run(_program, drawn(seed, ranks=2))
+    assert not verdict(results)
+    assert all(found["turns"] for found in results)
+
+
+def _made():
+    """A model under FSDP2, its handle, and an optimizer that gathers."""
+    gc.collect()  # what other programs have left in cycles
+    torch.manual_seed(0)
+    model = shard(Net(blocks=2))
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
+    return model, handle, Gathering(model.parameters(), "in place", torch.distributed.group.WORLD)
+
+
+def _iterate(rank, steps, model, optimizer, session, last=lambda: None):
+    """Steps of a program; ``last`` is called between the optimizer's calls of the last one."""
+    for step in steps:
+        model(batch(step, rank)).sum().backward()
+        optimizer.between = last if step == steps[-1] else lambda: None
+        optimizer.step()
+        session.step()
 
 
 def _session(rank, world, *, between):
     """What a session has that is entered behind FSDP2's plan, or runs around its collectives."""
-    torch.manual_seed(0)
-    model = shard(Net(blocks=2))
-    handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
-    optimizer = Gathering(model.parameters(), "in place", torch.distributed.group.WORLD)
+    model, handle, optimizer = _made()
 
     @torch.enable_grad()
     def train(step):
@@ -146,15 +164,9 @@ def _captured(rank, world):
 
 
 def _capturing(rank, world):
-    torch.manual_seed(0)
-    model = shard(Net(blocks=2))
-    handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
-    optimizer = Gathering(model.parameters(), "in place", torch.distributed.group.WORLD)
+    model, handle, optimizer = _made()
     with symmplan.eager(choose="placed", timeout=30.0, device="cpu") as session:
-        for step in range(3):
-            model(batch(step, rank)).sum().backward()
-            optimizer.step()
-            session.step()
+        _iterate(rank, range(3), model, optimizer, session)
         with capture(), pytest.raises(RunError, match="lies in FSDP2's segments"):
             optimizer.step()
         session.release()
@@ -167,21 +179,14 @@ def test_a_session_that_takes_turns_is_not_captured_alone(two):
 
 def _asleep(rank, world):
     """`handle.sleep` in the midst of a session's iteration."""
-    gc.collect()  # what other programs have left in cycles
-    model = shard(Net(blocks=2))
-    handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
-    optimizer = Gathering(model.parameters(), "in place", torch.distributed.group.WORLD)
+    model, handle, optimizer = _made()
 
     def sleep():
         with pytest.raises(RunError, match="in an iteration of a session"):
             handle.sleep()
 
     with symmplan.eager(choose="placed", timeout=30.0) as session:
-        for step in range(4):
-            model(batch(step, rank)).sum().backward()
-            optimizer.between = sleep if step == 3 else lambda: None
-            optimizer.step()
-            session.step()
+        _iterate(rank, range(4), model, optimizer, session, sleep)
         handle.sleep()
         assert session.asleep
         assert symmplan.segments() == ()
@@ -198,22 +203,15 @@ class _Stopped(Exception):  # noqa: N818
 
 def _left(rank, world, *, inside):
     """A session that is left by an exception, in its iteration or not; FSDP2 goes on if not."""
-    torch.manual_seed(0)
-    model = shard(Net(blocks=2))
-    handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
-    optimizer = Gathering(model.parameters(), "in place", torch.distributed.group.WORLD)
+    model, handle, optimizer = _made()
 
     def stop():
         raise _Stopped
 
     with contextlib.suppress(_Stopped), symmplan.eager(choose="placed", timeout=30.0) as session:
-        for step in range(4):
-            model(batch(step, rank)).sum().backward()
-            if step == 3 and not inside:
-                stop()
-            optimizer.between = stop if step == 3 else lambda: None
-            optimizer.step()
-            session.step()
+        _iterate(rank, range(4), model, optimizer, session, stop if inside else lambda: None)
+        model(batch(4, rank)).sum().backward()
+        stop()
     if inside:
         with pytest.raises(RunError, match="unusable since a call failed"):
             model(batch(5, rank))
@@ -248,21 +246,11 @@ def _whole_step(rank, world):
 
 
 def _capturing_all(rank, world):
-    torch.manual_seed(0)
-    model = shard(Net(blocks=2))
-    handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
-    optimizer = Gathering(model.parameters(), "in place", torch.distributed.group.WORLD)
+    model, handle, optimizer = _made()
     with symmplan.eager(choose="placed", timeout=30.0, device="cpu") as session:
-
-        def step(number):
-            model(batch(number, rank)).sum().backward()
-            optimizer.step()
-            session.step()
-
-        for number in range(3):
-            step(number)
+        _iterate(rank, range(3), model, optimizer, session)
         with capture():
-            step(3)
+            _iterate(rank, range(3, 4), model, optimizer, session)
         assert session.stats.segment_bytes == 0
     handle.remove()
 
@@ -273,11 +261,7 @@ def test_a_whole_step_is_captured(two):
 
 def _planned_anew(rank, world):
     """FSDP2 has another segment before the session has had a turn in the first one."""
-    torch.manual_seed(0)
-    gc.collect()
-    model = shard(Net(blocks=2))
-    handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
-    optimizer = Gathering(model.parameters(), "in place", torch.distributed.group.WORLD)
+    model, handle, optimizer = _made()
     model(batch(0, rank)).sum().backward()
     handle.freeze()
     with symmplan.eager(choose="placed", timeout=30.0) as session:
@@ -285,10 +269,7 @@ def _planned_anew(rank, world):
         session.step()
         handle.sleep()  # between its plan and its first turn
         assert symmplan.segments() == ()
-        for step in range(1, 3):
-            model(batch(step, rank)).sum().backward()
-            optimizer.step()
-            session.step()
+        _iterate(rank, range(1, 3), model, optimizer, session)
         found = [s.users for s in symmplan.segments()], session.stats.segment_bytes
     handle.remove()
     return found
@@ -300,10 +281,7 @@ def test_a_session_moves_before_its_first_turn_too(two):
 
 def _interrupted(rank, world):
     """What FSDP2 finds in its segments if it runs in the midst of a session's iteration."""
-    torch.manual_seed(0)
-    model = shard(Net(blocks=2))
-    handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
-    optimizer = Gathering(model.parameters(), "in place", torch.distributed.group.WORLD)
+    model, handle, optimizer = _made()
     found = []
 
     def evaluate():
@@ -314,14 +292,48 @@ def _interrupted(rank, world):
         assert torch.equal(kept, before)
 
     with symmplan.eager(choose="placed", timeout=30.0) as session:
-        for step in range(4):
-            model(batch(step, rank)).sum().backward()
-            optimizer.between = evaluate if step == 3 else lambda: None
-            optimizer.step()
-            session.step()
+        _iterate(rank, range(4), model, optimizer, session, evaluate)
     handle.remove()
     return found
 
 
 def test_what_the_program_holds_moves_when_fsdp2_runs(two):
     assert two.run(_interrupted) == [[True, False]] * 2
+
+
+def _pushed_into(rank, world):
+    """FSDP2 interrupts a session by a push, which meets nobody, while a rank still copies."""
+    torch.manual_seed(0)
+    # Four reductions, so that the first one does not meet in the slot of the last one.
+    model = shard(Net(blocks=3), reshard_after_forward=False)
+    handle = symmplan.fsdp.apply(model, choose="push", timeout=30.0)
+    aside, graph, same = StorageLease.copy_aside, None, False
+    for step in range(3):
+        model(batch(step, rank)).sum().backward()
+    own = handle.plan.peak_bytes // 4 // world  # all of the segment, also where gradients come
+
+    def late(lease):
+        time.sleep(0.3 * (rank == 0))
+        aside(lease)
+
+    with symmplan.eager(choose="placed", timeout=30.0) as session:
+        for step in range(5):
+            model(batch(step, rank)).sum().backward()
+            if step == 4:
+                graph = model(batch(step, rank)).sum()  # what it has gathered stays
+            whole = symmplan.placed.empty(world * own)
+            torch.distributed.all_gather_into_tensor(whole, torch.arange(1.0 * own) + rank + step)
+            if graph is not None:
+                before = whole.clone()
+                with mock.patch.object(StorageLease, "copy_aside", late):
+                    graph.backward()
+                same = torch.equal(whole, before)
+            del whole
+            session.step()
+        rests = session.stats.segment_bytes == 0
+    handle.remove()
+    return same, rests
+
+
+def test_peers_push_when_all_have_copied(two):
+    assert two.run(_pushed_into) == [(True, True)] * 2

@@ -191,7 +191,7 @@ def _captured(rank, world):
                 model(x)
             said.append(str(caught.value))
         handle.wake()
-        handle._runtime.memory.captured = True  # FSDP2 has no streams on a CPU to be captured
+        handle._runtime.memory.capture = 1  # FSDP2 has no streams on a CPU to be captured
         with pytest.raises(RunError) as caught:
             handle.sleep()
         (segment,) = handle._runtime.memory.arena.segments.values()
