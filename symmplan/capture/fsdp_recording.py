@@ -116,12 +116,14 @@ class Recording:
 
     def run(self, index: int, group: str) -> None:
         """The collective of buffer ``index`` runs over ``group``."""
-        self.collectives[index] = evolve(self.collectives[index], group=group)
+        call = self.collectives[index]
+        self.collectives[index] = Call(call.key, call.nbytes, group, call.sent)
         self.events.append(("run", index))
 
     def send(self, index: int, dtype: str) -> None:
         """The gradients of reduce-scatter ``index`` are there, and travel as ``dtype``."""
-        self.collectives[index] = evolve(self.collectives[index], sent=dtype)
+        call = self.collectives[index]
+        self.collectives[index] = Call(call.key, call.nbytes, call.group, dtype)
 
     def drop(self, index: int) -> None:
         """Note that buffer ``index`` was dropped. May be called from any thread."""

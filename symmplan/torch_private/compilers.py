@@ -32,12 +32,17 @@ def outside_graphs(fn: Called) -> Called:
     return found
 
 
+#: Where Dynamo's wrapper of a compiled function keeps the dispatcher's keys: a variable, and in
+#: newer torch (2.14) a function.
+_KEEPS_KEYS = {"saved_include_set", "_dynamo_save_local_dispatch_key_set"}
+
+
 def in_compiled_call() -> bool:
     """Whether a call of a compiled function is under way, which ends with the modes it began in."""
     frame = inspect.currentframe() if "torch._dynamo.eval_frame" in sys.modules else None
     while frame is not None:
-        # Dynamo's wrapper of a compiled function keeps the dispatcher's keys there.
-        if "saved_include_set" in frame.f_code.co_varnames:
+        code = frame.f_code
+        if _KEEPS_KEYS.intersection(code.co_varnames + code.co_names):
             return True
         frame = frame.f_back
     return False
