@@ -32,7 +32,7 @@ def update(parameters: list[nn.Parameter]) -> None:
     """At most one matrix for each rank, which makes it whole and deals the rows of its update."""
     shards = [momenta[p].mul_(0.95).add_(p.grad.to_local()) for p in parameters]
     shards += [torch.zeros_like(shards[0])] * (world - len(shards))
-    mine, back = (symmplan.placed.empty(world, *shards[0].shape, device=device) for _ in range(2))
+    mine, back = (torch.empty(world, *shards[0].shape, device=device) for _ in range(2))
     dist.all_to_all_single(mine, symmplan.placed.out(torch.stack, shards))
     x = mine.flatten(0, 1) / (mine.norm() + 1e-7)
     for _ in range(5):  # Newton-Schulz: singular values of about 1

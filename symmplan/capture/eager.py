@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from symmplan.capture.apart import is_tensor, run_apart, storage_key, view_of
 from symmplan.capture.c10d import Functional, functional_form, reader_of
 from symmplan.capture.module_names import name_modules, parameter_owners
 from symmplan.capture.signatures import signature, stand_in
+from symmplan.capture.stacks import called_at, is_by_torch, stack
 from symmplan.capture.streams import MAIN, Timeline
 from symmplan.device import device_of
 from symmplan.torch_private import compilers, dispatch, threads, works
@@ -43,13 +43,9 @@ if TYPE_CHECKING:
     from symmplan.capture.streams import DeviceStreams
     from symmplan.model import OpSpec
 
-#: So many frames of a call are remembered.
-_DEEPEST = 8
 _WAIT = "_c10d_functional::wait_tensor"
 #: The name of nodes that are calls over other groups.
 _ELSEWHERE = "elsewhere"
-#: Modules of torch that call ops for a program.
-_CALLERS = ("torch.nn.", "torch.distributed.", "torch.autograd.", "torch.optim.")
 #: Of the marks that threads of a program have.
 _PROGRAM = "symmplan program"
 
@@ -130,7 +126,9 @@ class Recorder(TorchDispatchMode):
         lines: ``{node: where in the user's program it was called}``.
         by_torch: Nodes that the program did not call itself: its modules, DTensor or autograd did.
         writes: How ops write into given memory, as the program says by `placed.empty` and
-            `placed.out`.
+            `placed.out`, or as what becomes of their results says: see ``filled``.
+        filled: ``{op: call}`` of results whose values nobody used before that call of a collective
+            overwrote all of them.
         timeline: The streams and events that were seen.
         made: Storages that the iteration made, by their first value.
     """
@@ -169,6 +167,7 @@ class Recorder(TorchDispatchMode):
         self._watches: dict[int, Any] = {}
         self.made: dict[tuple[fx.Node, tuple[int, ...]], Storage] = {}
         self.writes: dict[fx.Node, Write] = {}
+        self.filled: dict[fx.Node, fx.Node] = {}
         self._names = 0
         self._closed = False
         self._entered = False
@@ -246,8 +245,11 @@ class Recorder(TorchDispatchMode):
             if spec is not None:
                 self._call(node, func, None, args, kwargs)
             return result
+        unused = self._unused(form.kwargs.get("out"))
         given = self._arguments((form.args, form.kwargs))
         node = self._node(form.op, given, form.written)
+        if unused is not None:
+            self.writes[unused], self.filled[unused] = "alloc", node
         self._call(node, func, functional_form(func, args, stand_in), args, kwargs)
         if not form.asynchronous:
             self._wait(node, form.written)
@@ -264,6 +266,15 @@ class Recorder(TorchDispatchMode):
         handle, boxed = works.watched_work(work, waited, form.written, there.record_event)
         self._handles.append(handle)
         return form.results(boxed)
+
+    def _unused(self, tensor: torch.Tensor | None) -> fx.Node | None:
+        """The op of the iteration that made a tensor, if nothing was done with its storage yet."""
+        storage = None if tensor is None else self._storages.get(storage_key(tensor))
+        if storage is None or tensor is None or not storage.made or storage.origin.users:
+            return None
+        whole = len(storage.nodes) == 1 and (storage.origin, ()) in self.made
+        same = view_of(tensor) in storage.nodes and tensor.nbytes == storage.meta.nbytes()
+        return storage.origin if whole and same and not tensor.requires_grad else None
 
     def _run_elsewhere(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a collective over another group, and note which tensors it uses."""
@@ -320,7 +331,7 @@ class Recorder(TorchDispatchMode):
         if storage is None or not storage.made:
             return
         self.writes[storage.origin] = write
-        given = signature(args), signature(kwargs), _line(), storage.stream
+        given = signature(args), signature(kwargs), called_at(), storage.stream
         self.calls.append(Recorded(storage.origin, None, None, kind, *given))
 
     def _arguments(self, given: Any) -> Any:
@@ -377,10 +388,10 @@ class Recorder(TorchDispatchMode):
         name = name or dispatch.node_name(self.graph, packet.__name__)
         node = self.graph.create_node("call_function", target, *given, name)
         self.timeline.ran(node.name)
-        stack = node.meta["symmplan_stack"] = _stack()
-        if _is_by_torch():
+        frames = node.meta["symmplan_stack"] = stack()
+        if is_by_torch():
             self.by_torch.add(node)
-        self.lines[node] = stack[-1].partition(" in ")[0] if stack else ""
+        self.lines[node] = frames[-1].partition(" in ")[0] if frames else ""
         node.meta["val"] = self._results(node, result, ())
         return node
 
@@ -411,36 +422,3 @@ class Recorder(TorchDispatchMode):
         owners = parameter_owners()
         given = {x.origin: owners[key] for key, x in self._storages.items() if key in owners}
         name_modules(self.graph, given)
-
-
-def _stack() -> list[str]:
-    """The frames that are neither torch's nor symmplan's, the innermost last."""
-    found: list[str] = []
-    frame: Any = sys._getframe(1)
-    while frame is not None and len(found) < _DEEPEST:
-        module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] not in ("symmplan", "torch"):
-            code = frame.f_code
-            function = getattr(code, "co_qualname", code.co_name)  # 3.11
-            function = function.rpartition("<locals>.")[2]
-            found.insert(0, f"{code.co_filename}:{frame.f_lineno} in {function}")
-        frame = frame.f_back
-    return found
-
-
-def _is_by_torch() -> bool:
-    """Whether code of torch calls, which the program's author cannot change."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.startswith(_CALLERS):
-            return True
-        if module.partition(".")[0] not in ("symmplan", "torch"):
-            return False
-        frame = frame.f_back
-    return True  # a thread of autograd
-
-
-def _line() -> str:
-    """The innermost of them, ``"file:line"``."""
-    return next((frame.partition(" in ")[0] for frame in _stack()[-1:]), "")

@@ -63,20 +63,38 @@ def capture_recorded(
     apart = [n for n in recorder.graph.nodes if n not in served]
     refused = {**dict.fromkeys(apart, OTHER_GROUP), **refused}
     ordinary = [value for value, storage in recorder.made.items() if storage.elsewhere]
+    writes = dict(recorder.writes)
     while True:
         captured = capture_fx(
             recorder.graph,
-            producer=lambda node: producer(node, recorder.writes.get),
+            producer=lambda node: producer(node, writes.get),
             refused=refused,
             ordinary=ordinary,
             **others,
         )
+        not_filled = _not_filled(recorder, captured)
+        if not_filled:
+            for node in not_filled:
+                del writes[node]
+            continue
         captured = _in_time(recorder, _with_opaque(recorder, captured, refused))
         reasons = unordered(captured.problem)
         more = {s.node: reasons[s.buffer] for s in captured.sites if s.buffer in reasons}
         if not more.keys() - refused.keys():
             return captured
         refused = {**more, **refused}
+
+
+def _not_filled(recorder: Recorder, captured: Captured) -> list[fx.Node]:
+    """The ops whose results lie in placements, but not the calls that overwrite these."""
+    filled = {(s.node, s.buffer) for s in captured.sites if s.how == "bind"}
+    return [
+        storage.node
+        for storage in captured.placed_storages
+        if storage.write == "alloc"
+        and (call := recorder.filled.get(storage.node)) is not None
+        and (call, storage.buffer) not in filled
+    ]
 
 
 def _with_opaque(

@@ -90,7 +90,7 @@ class Gathering:
             p.to_local().sub_(change, alpha=0.05)
 
     def _whole(self, p, grad, size):
-        out = symmplan.placed.empty
+        out = symmplan.placed.empty if self.style == "all-to-all" else torch.empty
         if self.style == "full tensor":
             return p.grad.full_tensor()
         if self.style == "gathered":
@@ -234,7 +234,7 @@ class InSession(torch.optim.SGD):
     def _gather(self, shard):
         size, mine = dist.get_world_size(), torch.zeros(self.count, device=shard.device)
         mine[: min(self.count, shard.numel())] = shard.reshape(-1)[: self.count].float()
-        whole = symmplan.placed.empty(size * self.count, device=shard.device)
+        whole = torch.empty(size * self.count, device=shard.device)
         dist.all_gather_into_tensor(whole, mine)
         other = symmplan.placed.empty(size * self.count, device=shard.device)
         dist.all_to_all_single(other, whole.flip(0))

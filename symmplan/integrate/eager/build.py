@@ -56,6 +56,7 @@ class Builder:
     arena: Arena
     order: Order | None = field(init=False)  # None on one stream: all is in order there
     leased: dict[str, StorageLease] = field(init=False, factory=dict)
+    moving: set[str] = field(init=False, factory=set)  # see [Note: tensors that move] in `moving`
     position: dict[str, int] = field(init=False, factory=dict)
 
     @property
@@ -80,6 +81,9 @@ class Builder:
             self.leased[storage.buffer] = self._lease_out(
                 storage.buffer, (storage.node, storage.path)
             )
+        called = {call.node for call in self.recorder.calls}
+        for node in placed_storages.keys() - called:
+            self.moving.update(storage.buffer for storage in placed_storages[node])
         events = []
         for call in sorted(self.recorder.calls, key=lambda c: order[c.node]):
             event = self._event(call, placed_storages.get(call.node, []))
@@ -134,6 +138,10 @@ class Builder:
                 begin = like.storage_offset() * like.element_size()
                 flat = self._flat(site.buffer, like, begin)
                 event.bound[site] = flat.as_strided(like.shape, like.stride())
+                if site.buffer in self.moving:
+                    self.moving.remove(site.buffer)
+                    event.moving[site] = self.leased[site.buffer]
+                    event.writes.append(site.buffer)
         event.copies = len(call.results.keys() - event.leased.keys())
         event.copies += sum(call.reads(s) + s.writes for s in call.staged)
 

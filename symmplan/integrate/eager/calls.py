@@ -18,6 +18,7 @@ from symmplan.capture.signatures import CallValue
 from symmplan.device import device_of
 from symmplan.errors import RunError
 from symmplan.integrate.eager.faults import REDO
+from symmplan.integrate.eager.moving import and_back, move
 from symmplan.memory.ops.library import IMPLEMENTATIONS
 from symmplan.memory.ops.one_sided import all_to_all_single_out
 from symmplan.memory.segment import in_segment
@@ -39,9 +40,8 @@ if TYPE_CHECKING:
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
-#: What an event's function is given: that of the program, and the dispatch keys behind ours.
+#: What an event's function is given: the program's arguments, and the dispatch keys behind ours.
 _ARGS, _KWARGS, _KEYS = CallValue("args"), CallValue("kwargs"), CallValue("keys")
-#: The same as arguments.
 _GIVEN = CallValue("*args"), CallValue("**kwargs")
 
 
@@ -230,8 +230,9 @@ def settle(event: Event, faults: Faults) -> Callable[[Any, Any, Any], Any]:
         bound = bind_arguments(placed.overload, form.args, form.kwargs)
         for site, place in event.bound.items():
             given = at_path(bound[site.head], site.index)
-            where = place.data_ptr(), place.stride()
-            machine.do(functools.partial(_check_place, event, site, *where), given)
+            check = functools.partial(_check_place, event, site, place.data_ptr(), place.stride())
+            lease = event.moving.get(site)
+            machine.do(check if lease is None else functools.partial(move, event, lease), given)
             machine.bound[given] = place
         _check_shared(event, machine)
         results, staged = launch(placed, machine, bound)
@@ -243,8 +244,8 @@ def settle(event: Event, faults: Faults) -> Callable[[Any, Any, Any], Any]:
     run = machine.function(result)
     if event.may_decline:
         run = _or_declined(event, run, machine.ahead if alone else (), machine.behind)
-    event.run = run
-    for lease in (*event.leased.values(), *event.leaving.values()):
+    event.run = run = and_back(event, run) if event.moving else run
+    for lease in event.leases:
         lease.own()
     return run
 
@@ -290,8 +291,7 @@ def _in_place_of(placement: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """A result where later calls look for it, if it is as large as planned."""
     if result.shape != placement.shape:
         return result
-    placement.copy_(_WAIT(result))
-    return placement.detach()
+    return placement.copy_(_WAIT(result)).detach()
 
 
 def _check_shared(event: Event, machine: EagerMachine) -> None:

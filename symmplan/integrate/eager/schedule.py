@@ -73,6 +73,9 @@ class Event:
         bound: ``{argument: placement}`` of those that must lie there already.
         leased: ``{path: StorageLease}`` of those results that stay there.
         leaving: ``{path: StorageLease}`` of pending results that are copied out at their wait.
+        moving: ``{argument: StorageLease}`` of tensors of the program that move there; see
+            [Note: tensors that move] in `symmplan.integrate.eager.moving`.
+        shared: Those of the last call that are to be copied back, each with its own storage.
         work: The Python half of the last work that C++ got, if it is symmplan's.
         copies: How often bytes are copied into and out of placements.
         declined: Whether the last call, an all-to-all, had other sizes than planned on some rank.
@@ -96,6 +99,8 @@ class Event:
     bound: dict[Site, torch.Tensor] = field(factory=dict)
     leased: dict[tuple[int, ...], StorageLease] = field(factory=dict)
     leaving: dict[tuple[int, ...], StorageLease] = field(factory=dict)
+    moving: dict[Site, StorageLease] = field(factory=dict)
+    shared: list[tuple[torch.Tensor, torch.Tensor]] = field(factory=list)
     work: Any = None
     copies: int = 0
     declined: bool = False
@@ -166,14 +171,19 @@ class Event:
 
     def held(self) -> list[StorageLease]:
         """The results in placements that the program still holds."""
-        return [lease for lease in (*self.leased.values(), *self.leaving.values()) if lease.held]
+        return [lease for lease in self.leases if lease.held]
+
+    @property
+    def leases(self) -> tuple[StorageLease, ...]:
+        """What the program may hold of placements."""
+        return (*self.leased.values(), *self.leaving.values(), *self.moving.values())
 
     def forget(self) -> None:
         """Hold no memory any more: what makes the call refers to the call."""
         self.run = None
         for held in (self.before, self.after, self.due, self.claims, self.views, self.bound):
             held.clear()
-        self.leased, self.leaving = {}, {}
+        self.leased, self.leaving, self.moving = {}, {}, {}
 
     def differs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The expected and the actual call, if they differ.

@@ -223,5 +223,5 @@ def _await(event: Event) -> None:
     if event.work is not None:
         event.work.wait()
     if event.placed is not None and event.placed.spec.asynchronous:
-        for lease in (*event.leased.values(), *event.leaving.values()):
+        for lease in event.leases:
             _WAIT(lease.tensor)

@@ -1,0 +1,79 @@
+"""Tensors that a program makes only for a collective to fill, in placements.
+
+[Note: tensors that move]
+    A program makes a tensor by ``torch.empty``, or ``torch.zeros``, and a collective overwrites all
+    of it before anybody has used it. Then the program's own tensor becomes one of the placement
+    right before the collective, and nothing is copied. Other tensors on its storage would not see
+    what the collective brings. The recorded iteration had none; if a later one has, the tensor
+    gets its own storage back behind the collective, with the values.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from symmplan.capture.apart import storage_key
+from symmplan.torch_private.dispatch import storage_use_count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from symmplan.integrate.eager.schedule import Event
+    from symmplan.runtime.leases import StorageLease
+
+__all__ = ["and_back", "move"]
+
+
+def move(event: Event, lease: StorageLease, tensor: torch.Tensor) -> None:
+    """Let a tensor that nobody has used be the placement. See [Note: tensors that move].
+
+    Args:
+        event: The call that overwrites it.
+        lease: Of the placement.
+        tensor: The program's.
+    """
+    if event.declined:
+        return
+    place = lease.tensor
+    with torch.inference_mode(tensor.is_inference()):
+        if storage_use_count(storage_key(tensor)) > _alone() or not tensor.is_contiguous():
+            event.shared.append((tensor, tensor.detach()))
+        tensor.set_(place.untyped_storage(), 0, place.shape, place.stride())
+
+
+def and_back(event: Event, run: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """The call, and then the way back of those that share their storage.
+
+    Args:
+        event: The call.
+        run: What makes it.
+    """
+
+    def made(args: Any, kwargs: Any, keys: Any) -> Any:
+        result = run(args, kwargs, keys)
+        if event.shared:
+            boxed = result[1] if isinstance(result, (list, tuple)) else result
+            work = torch.distributed.Work.unbox(boxed)
+            if work is not None:  # NCCL has none for what runs on the current stream
+                work.wait()
+            while event.shared:
+                _go_back(*event.shared.pop())
+        return result
+
+    return made
+
+
+def _go_back(tensor: torch.Tensor, own: torch.Tensor) -> None:
+    with torch.inference_mode(tensor.is_inference()):
+        own.copy_(tensor)
+        tensor.set_(own.untyped_storage(), own.storage_offset(), own.shape, own.stride())
+
+
+@functools.cache
+def _alone() -> int:
+    """How many users a storage has with one tensor on it, as they are counted here."""
+    tensor = torch.empty(1)
+    return storage_use_count(storage_key(tensor))
