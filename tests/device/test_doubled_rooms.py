@@ -14,6 +14,7 @@ import torch
 from doubles import on_devices, state
 from doubles.network import BYTES, RESTRICTED, WINDOW
 from ranks import pool_of
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import symmplan
@@ -26,6 +27,8 @@ two = pool_of(2, timeout=120)
 GiB, MiB = 1 << 30, 1 << 20
 #: What torch's allocator has cached of what the program did before.
 HAD = 4 * GiB
+#: The same, for room for slots also where FSDP2 frees gradients before it reduces them.
+CACHED = 32 * MiB
 
 
 def _trained(rank, world, choose, **options):
@@ -276,7 +279,7 @@ def test_on_a_full_device_replays_of_the_allocator_say_whether_a_plan_fits(
 @pytest.mark.parametrize("retries", [0, 1])
 def test_where_the_allocator_would_retry_a_plan_takes_as_few_bytes_as_it_can(two, retries):
     whole = 2 * 4 * MiB
-    run = functools.partial(on_devices, had=0, counted=True)
+    run = functools.partial(on_devices, had=CACHED, counted=True)
     for stats in two.run(run, _replays, retries, retries):
         assert (stats.served, stats.plain) == (2 * 3 * 3, 0)
         assert (stats.segment_bytes == whole) == (retries > 0)
@@ -353,8 +356,10 @@ def test_a_plan_takes_no_more_than_the_history_of_the_allocator_allows(two, choo
     (unknown, more), same = two.run(run, _replayed, choose, 1)
     assert (unknown, more) == same
     assert unknown is None
-    # Pushes have slots, and keep gradients until they are over.
-    assert taken == more if choose == "symmetric" else taken < more
+    # Pushes have slots, and keep gradients until they are over. FSDP2 of newer torch (2.15) frees
+    # gradients before it reduces them, and there is no room for slots either way.
+    slots = choose == "push" and not hasattr(FSDPParamGroup, "_take_unsharded_grads_to_reduce")
+    assert taken < more if slots else taken == more
 
 
 class _Products(TorchDispatchMode):

@@ -114,7 +114,8 @@ def _called(rank, size, asynchronous):
     with symmplan.eager(choose="placed", timeout=60.0) as session:
         for step in range(5):
             mine = torch.full((4, 8), float(rank + step))
-            whole, part = torch.full((4 * size, 8), -1.0), torch.empty(2, 8)
+            whole, part = torch.empty(4 * size, 8), torch.empty(2, 8)
+            whole.fill_(-1.0)  # what is made for a collective alone would lie in its placement
             given = torch.arange(16.0 * size).view(2 * size, 8) * (rank + 1) + step
             total = torch.full((8, 8), float(rank * step))
             works = [
