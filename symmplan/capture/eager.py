@@ -245,7 +245,7 @@ class Recorder(TorchDispatchMode):
             if spec is not None:
                 self._call(node, func, None, args, kwargs)
             return result
-        unused = self._unused(form.kwargs.get("out"))
+        unused = self._unused(form.kwargs.get("out"), form.args)
         given = self._arguments((form.args, form.kwargs))
         node = self._node(form.op, given, form.written)
         if unused is not None:
@@ -267,14 +267,19 @@ class Recorder(TorchDispatchMode):
         self._handles.append(handle)
         return form.results(boxed)
 
-    def _unused(self, tensor: torch.Tensor | None) -> fx.Node | None:
-        """The op of the iteration that made a tensor, if nothing was done with its storage yet."""
+    def _unused(self, tensor: torch.Tensor | None, others: Any) -> fx.Node | None:
+        """The op of the iteration that made a tensor, if nothing was done with its storage yet.
+
+        Nor is anything done by the call, which gets the ``others``, but to overwrite it.
+        """
         storage = None if tensor is None else self._storages.get(storage_key(tensor))
         if storage is None or tensor is None or not storage.made or storage.origin.users:
             return None
         whole = len(storage.nodes) == 1 and (storage.origin, ()) in self.made
         same = view_of(tensor) in storage.nodes and tensor.nbytes == storage.meta.nbytes()
-        return storage.origin if whole and same and not tensor.requires_grad else None
+        own = not tensor.requires_grad and dispatch.has_own_bytes(tensor)
+        read = storage in self._storages_of(others)
+        return storage.origin if whole and same and own and not read else None
 
     def _run_elsewhere(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a collective over another group, and note which tensors it uses."""

@@ -50,6 +50,11 @@ def redispatch_of(op: Any) -> Callable[..., Any]:
     return op.redispatch  # type: ignore[no-any-return]
 
 
+def has_own_bytes(tensor: torch.Tensor) -> bool:
+    """Whether only tensors refer to the bytes of a tensor's storage, and no array of NumPy."""
+    return bool(tensor.untyped_storage().resizable())
+
+
 def keyset_after_select() -> Any:
     """The dispatch keys that come after BackendSelect: those of the kernels themselves."""
     return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)

@@ -3,9 +3,10 @@
 [Note: tensors that move]
     A program makes a tensor by ``torch.empty``, or ``torch.zeros``, and a collective overwrites all
     of it before anybody has used it. Then the program's own tensor becomes one of the placement
-    right before the collective, and nothing is copied. Other tensors on its storage would not see
-    what the collective brings. The recorded iteration had none; if a later one has, the tensor
-    gets its own storage back behind the collective, with the values.
+    right before the collective, and nothing is copied. Other tensors on its storage, and arrays of
+    NumPy, would not see what the collective brings. The recorded iteration had none; if a later one
+    has, the tensor gets its own storage back behind the collective, with the values. Who has taken
+    an address by ``data_ptr()`` before the collective cannot be seen.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symmplan.capture.apart import storage_key
-from symmplan.torch_private.dispatch import storage_use_count
+from symmplan.torch_private.dispatch import has_own_bytes, storage_use_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +40,8 @@ def move(event: Event, lease: StorageLease, tensor: torch.Tensor) -> None:
         return
     place = lease.tensor
     with torch.inference_mode(tensor.is_inference()):
-        if storage_use_count(storage_key(tensor)) > _alone() or not tensor.is_contiguous():
+        alone = storage_use_count(storage_key(tensor)) <= _alone() and has_own_bytes(tensor)
+        if not (alone and tensor.is_contiguous()):
             event.shared.append((tensor, tensor.detach()))
         tensor.set_(place.untyped_storage(), 0, place.shape, place.stride())
 

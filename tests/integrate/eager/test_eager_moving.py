@@ -18,7 +18,7 @@ from examples import examples
 
 pytestmark = pytest.mark.ranks
 
-two = pool_of(2, timeout=100.0)
+one, two = pool_of(1, timeout=100.0), pool_of(2, timeout=100.0)
 
 TURNS = 4
 COUNT = 96
@@ -65,13 +65,14 @@ def _iterate(items, rank, turn, cached):
         whole = _made(item, count, cached)
         mine = torch.arange(float(given)) * (1 + rank) + 10.0 * turn + number
         does = item.before or (item.late if turn > 1 else "")
-        other = whole[3:9] if does == "view" else None
+        others = {"view": lambda x: x[3:9], "array": torch.Tensor.numpy}
+        other = others.get(does, lambda _: None)(whole)
         if does == "read":
             whole.fill_(2.0)
             found.append(whole.sum())
         _called(item, whole, mine)
         if other is not None:
-            found.append(other.clone())
+            found.append(torch.as_tensor(other).clone())
         if item.behind == "reduced":
             dist.all_reduce(whole)
         elif item.behind == "filled again":
@@ -129,7 +130,12 @@ def test_other_tensors_on_its_storage_see_the_values(two, memory):
         assert "out" not in copied
 
 
-@pytest.mark.parametrize("before", ["view", "read"])
+def test_arrays_on_its_storage_see_the_values(two):
+    items = [Filled(late="array"), Filled("all_to_all", late="array")]
+    assert two.run(_compared, items) == [(True, [])] * 2
+
+
+@pytest.mark.parametrize("before", ["view", "read", "array"])
 def test_what_is_used_before_is_copied(two, before):
     assert two.run(_compared, [Filled(before=before)]) == [(True, ["out"])] * 2
 
@@ -149,8 +155,8 @@ ITEMS = st.builds(
     Filled,
     st.sampled_from(CALLS),
     st.sampled_from(["empty", "empty", "zeros", "placed", "cached"]),
-    st.sampled_from(["", "", "", "view", "read"]),
-    st.sampled_from(["", "", "view", "read"]),
+    st.sampled_from(["", "", "", "view", "read", "array"]),
+    st.sampled_from(["", "", "view", "read", "array"]),
     st.sampled_from(["", "reduced", "filled again", "held"]),
     st.booleans(),
 ).filter(lambda item: not item.late or item.behind not in ("reduced", "filled again"))
@@ -189,6 +195,24 @@ def test_several_groups_of_the_same_ranks(two):
     first, second = two.run(_refused)
     assert first[0] == [2.0 * (1 + turn) for turn in range(TURNS)]
     assert second[0] == [2.0 * (2 + turn) for turn in range(TURNS)]
+
+
+def _gathered_from_itself(rank, world):
+    import symmplan
+
+    found = []
+    with symmplan.eager(memory="shm", timeout=30.0, choose="placed") as session:
+        for turn in range(TURNS):
+            whole = torch.arange(8.0) + turn
+            dist.all_gather_into_tensor(whole, whole)
+            found.append(whole.tolist())
+            del whole
+            session.step()
+    return found
+
+
+def test_what_the_call_itself_reads_stays(one):
+    assert one.run(_gathered_from_itself) == [[[x + t for x in range(8)] for t in range(TURNS)]]
 
 
 def _held(rank, world):
