@@ -126,9 +126,9 @@ class Recorder(TorchDispatchMode):
         lines: ``{node: where in the user's program it was called}``.
         by_torch: Nodes that the program did not call itself: its modules, DTensor or autograd did.
         writes: How ops write into given memory, as the program says by `placed.empty` and
-            `placed.out`, or as what becomes of their results says: see ``filled``.
-        filled: ``{op: call}`` of results whose values nobody used before that call of a collective
-            overwrote all of them.
+            `placed.out`.
+        filled: ``{call: node}`` of collectives that overwrite all of a tensor that the iteration
+            made and that nobody has used before: the node makes it, right before the call.
         timeline: The streams and events that were seen.
         made: Storages that the iteration made, by their first value.
     """
@@ -246,10 +246,11 @@ class Recorder(TorchDispatchMode):
                 self._call(node, func, None, args, kwargs)
             return result
         unused = self._unused(form.kwargs.get("out"), form.args)
+        made = None if unused is None else self._made_now(unused, form.written)
         given = self._arguments((form.args, form.kwargs))
         node = self._node(form.op, given, form.written)
-        if unused is not None:
-            self.writes[unused], self.filled[unused] = "alloc", node
+        if made is not None:
+            self.filled[node] = made
         self._call(node, func, functional_form(func, args, stand_in), args, kwargs)
         if not form.asynchronous:
             self._wait(node, form.written)
@@ -267,8 +268,8 @@ class Recorder(TorchDispatchMode):
         self._handles.append(handle)
         return form.results(boxed)
 
-    def _unused(self, tensor: torch.Tensor | None, others: Any) -> fx.Node | None:
-        """The op of the iteration that made a tensor, if nothing was done with its storage yet.
+    def _unused(self, tensor: torch.Tensor | None, others: Any) -> Storage | None:
+        """The storage of a tensor, if the iteration made it and nothing was done with it yet.
 
         Nor is anything done by the call, which gets the ``others``, but to overwrite it.
         """
@@ -278,8 +279,18 @@ class Recorder(TorchDispatchMode):
         whole = len(storage.nodes) == 1 and (storage.origin, ()) in self.made
         same = view_of(tensor) in storage.nodes and tensor.nbytes == storage.meta.nbytes()
         own = not tensor.requires_grad and dispatch.has_own_bytes(tensor)
-        read = storage in self._storages_of(others)
-        return storage.origin if whole and same and own and not read else None
+        read = storage in self._storages_of(others) or storage.origin in self.writes
+        return storage if whole and same and own and not read else None
+
+    def _made_now(self, storage: Storage, tensor: torch.Tensor) -> fx.Node:
+        """A node that makes an unused tensor; it has one name on all ranks, as the call has."""
+        del self.made[storage.origin, ()]
+        storage.nodes.clear()
+        like = torch.empty(storage.meta.nbytes(), dtype=torch.uint8, device="meta")
+        storage.meta = like.untyped_storage()
+        empty, name = torch.ops.aten.empty.memory_format, f"filled_{len(self.calls)}"
+        storage.origin = self._node(empty, ((list(tensor.shape),), {}), tensor, name)
+        return storage.origin
 
     def _run_elsewhere(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a collective over another group, and note which tensors it uses."""

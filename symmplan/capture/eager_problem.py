@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from symmplan.capture.eager import Recorder, Storage
     from symmplan.capture.producers import Write
 
+    #: How a node writes, given what says it of nodes of the program's own.
+    _Producer: TypeAlias = Callable[[fx.Node, Callable[[fx.Node], Write | None]], Write | None]
+
 #: Why a collective over a group that is not the session's is ordinary.
 OTHER_GROUP = "its group has other ranks than the session"
 
@@ -44,7 +48,7 @@ _Moment: TypeAlias = tuple[int, str]
 def capture_recorded(
     recorder: Recorder,
     *,
-    producer: Callable[[fx.Node, Callable[[fx.Node], Write | None]], Write | None],
+    producer: _Producer,
     refused: Mapping[fx.Node, str],
     **others: Any,
 ) -> Captured:
@@ -67,15 +71,13 @@ def capture_recorded(
     while True:
         captured = capture_fx(
             recorder.graph,
-            producer=lambda node: producer(node, writes.get),
+            producer=functools.partial(_asked, producer, writes),
             refused=refused,
             ordinary=ordinary,
             **others,
         )
-        not_filled = _not_filled(recorder, captured)
-        if not_filled:
-            for node in not_filled:
-                del writes[node]
+        if not_filled := _not_filled(recorder, captured):
+            writes = {node: how for node, how in writes.items() if node not in not_filled}
             continue
         captured = _in_time(recorder, _with_opaque(recorder, captured, refused))
         reasons = unordered(captured.problem)
@@ -85,16 +87,20 @@ def capture_recorded(
         refused = {**more, **refused}
 
 
-def _not_filled(recorder: Recorder, captured: Captured) -> list[fx.Node]:
-    """The ops whose results lie in placements, but not the calls that overwrite these."""
-    filled = {(s.node, s.buffer) for s in captured.sites if s.how == "bind"}
-    return [
-        storage.node
-        for storage in captured.placed_storages
-        if storage.write == "alloc"
-        and (call := recorder.filled.get(storage.node)) is not None
-        and (call, storage.buffer) not in filled
-    ]
+def _asked(producer: _Producer, writes: Mapping[fx.Node, Write], node: fx.Node) -> Write | None:
+    """How a node can write into given memory, where the program says so much of it."""
+    return producer(node, writes.get)
+
+
+def _not_filled(recorder: Recorder, captured: Captured) -> set[fx.Node]:
+    """What makes a tensor in a placement for a call that is not to overwrite it there."""
+    buffers = {storage.node: storage.buffer for storage in captured.placed_storages}
+    bound = {(s.node, s.buffer) for s in captured.sites if s.how == "bind"}
+    return {
+        node
+        for call, node in recorder.filled.items()
+        if node in buffers and (call, buffers[node]) not in bound
+    }
 
 
 def _with_opaque(

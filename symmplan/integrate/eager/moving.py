@@ -2,15 +2,19 @@
 
 [Note: tensors that move]
     A program makes a tensor by ``torch.empty``, or ``torch.zeros``, and a collective overwrites all
-    of it before anybody has used it. Then the program's own tensor becomes one of the placement
-    right before the collective, and nothing is copied. Other tensors on its storage, and arrays of
-    NumPy, would not see what the collective brings. The recorded iteration had none; if a later one
-    has, the tensor gets its own storage back behind the collective, with the values. Who has taken
-    an address by ``data_ptr()`` before the collective cannot be seen.
+    of it before anybody has used it. If that was so on all ranks in the recorded iteration, the
+    program's own tensor becomes one of the placement right before the collective, and nothing is
+    copied. In the plan it begins there.
+
+    Other tensors on its storage, and arrays of NumPy, would not see what the collective brings. The
+    recorded iteration had none; if a later one has, the tensor gets its own storage back behind the
+    collective, with the values. Who has taken an address by ``data_ptr()`` before the collective
+    cannot be seen.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["and_back", "move"]
 
+_HERE = contextlib.nullcontext()
+
 
 def move(event: Event, lease: StorageLease, tensor: torch.Tensor) -> None:
     """Let a tensor that nobody has used be the placement. See [Note: tensors that move].
@@ -38,12 +44,11 @@ def move(event: Event, lease: StorageLease, tensor: torch.Tensor) -> None:
     """
     if event.declined:
         return
-    place = lease.tensor
-    with torch.inference_mode(tensor.is_inference()):
-        alone = storage_use_count(storage_key(tensor)) <= _alone() and has_own_bytes(tensor)
+    alone = storage_use_count(storage_key(tensor)) <= _alone() and has_own_bytes(tensor)
+    with _changing(tensor):
         if not (alone and tensor.is_contiguous()):
             event.shared.append((tensor, tensor.detach()))
-        tensor.set_(place.untyped_storage(), 0, place.shape, place.stride())
+        _lie_as(tensor, lease.tensor)
 
 
 def and_back(event: Event, run: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
@@ -69,9 +74,19 @@ def and_back(event: Event, run: Callable[[Any, Any, Any], Any]) -> Callable[[Any
 
 
 def _go_back(tensor: torch.Tensor, own: torch.Tensor) -> None:
-    with torch.inference_mode(tensor.is_inference()):
+    with _changing(tensor):
         own.copy_(tensor)
-        tensor.set_(own.untyped_storage(), own.storage_offset(), own.shape, own.stride())
+        _lie_as(tensor, own)
+
+
+def _lie_as(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    tensor.set_(other.untyped_storage(), other.storage_offset(), other.shape, other.stride())
+
+
+def _changing(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Where torch lets a tensor be changed, also one that was made in inference mode."""
+    outside = tensor.is_inference() and not torch.is_inference_mode_enabled()
+    return torch.inference_mode() if outside else _HERE
 
 
 @functools.cache

@@ -180,7 +180,8 @@ class IterationRecording:
     def _agree_on_refused(self) -> dict[fx.Node, str]:
         """The calls that are left out because of what some rank does, and why.
 
-        Tensors that a rank uses elsewhere stay in ordinary memory on all ranks.
+        Tensors that a rank uses elsewhere stay in ordinary memory on all ranks. Those that are made
+        for a call to fill move to their placements if that is so on all.
 
         Collective: yes.
         """
@@ -188,13 +189,16 @@ class IterationRecording:
         storages = [storage for call in calls for storage in call.storages]
         routed = [call for call in calls if is_all_to_all(call.op)]
         elsewhere = [i for i, storage in enumerate(storages) if storage.elsewhere]
-        notes = meet(
-            self._settings, "session.step()", more=[elsewhere, [_parts(c) for c in routed]]
-        )
-        for used, _ in notes:
+        fills = [call.node in self._recorder.filled for call in calls]
+        mine = [elsewhere, [_parts(c) for c in routed], fills]
+        notes = meet(self._settings, "session.step()", more=mine)
+        for used, *_ in notes:
             for i in used:
                 storages[i].elsewhere = True
-        of_ranks = zip(*(parts for _, parts in notes), strict=True)
+        for call, *fill in zip(calls, *(of for *_, of in notes), strict=True):
+            if all(fill):
+                self._recorder.writes[self._recorder.filled[call.node]] = "alloc"
+        of_ranks = zip(*(parts for _, parts, _ in notes), strict=True)
         parts_of_ranks = zip(routed, of_ranks, strict=True)
         return {c.node: _UNEVEN for c, of in parts_of_ranks if None in of or len({*of}) > 1}
 

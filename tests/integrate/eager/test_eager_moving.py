@@ -197,6 +197,49 @@ def test_several_groups_of_the_same_ranks(two):
     assert second[0] == [2.0 * (2 + turn) for turn in range(TURNS)]
 
 
+def _apart(rank, world, how):
+    """One rank does something of its own, as for a log."""
+    import symmplan
+
+    with symmplan.eager(memory="shm", timeout=30.0) as session:
+        for turn in range(TURNS):
+            if rank == 0 and how == "more":
+                torch.empty(3).fill_(1.0)
+            make = torch.zeros if rank and how == "other" else torch.empty
+            whole = make(2 * COUNT)
+            if rank == 0 and how == "view":
+                whole[:2].fill_(1.0)
+            dist.all_gather_into_tensor(whole, torch.full((COUNT,), 1.0 + rank + turn))
+            assert float(whole.sum()) == COUNT * (3 + 2 * turn)
+            del whole
+            session.step()
+    return sorted({c.where for c in session.copies})
+
+
+@pytest.mark.parametrize(("how", "copied"), [("more", []), ("other", []), ("view", ["out"])])
+def test_what_one_rank_does_besides_changes_no_plan(two, how, copied):
+    assert two.run(_apart, how) == [copied] * 2
+
+
+def _advised(rank, world):
+    """What the program asked for by `placed.empty` is where another call wants it."""
+    import symmplan
+
+    with symmplan.eager(memory="shm", choose="placed", timeout=30.0) as session:
+        for turn in range(TURNS):
+            whole, part = symmplan.placed.empty(2 * COUNT), torch.empty(COUNT)
+            dist.all_gather_into_tensor(whole, torch.full((COUNT,), 1.0 + rank + turn))
+            dist.reduce_scatter_tensor(part, whole)
+            assert float(part.sum()) == 2 * COUNT * (1 + rank + turn)
+            del whole, part
+            session.step()
+    return session.copies
+
+
+def test_what_is_asked_for_stays_where_it_was_asked_for(two):
+    assert two.run(_advised) == [()] * 2
+
+
 def _gathered_from_itself(rank, world):
     import symmplan
 
