@@ -19,7 +19,9 @@ waits for the peers in each call.
 
 ``messages`` is the time of one all-reduce together with the op that writes its input, with and
 without a session, on CUDA also in CUDA graphs. Rounds alternate. The time of a round is that of its
-slowest rank. The results are medians.
+slowest rank. The results are medians. ``gather`` is the time of one all-gather of as many bytes of
+each rank into a tensor that is made for it: with a session that copies the result there, as the
+program has used the tensor before, and with one in which the tensor lies in its placement.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ _GROUP = 20
 
 _HOST = ("plain", "placed", "session", "overhead", "copies")
 _SIDES = ("plain", "session", "plain_graph", "session_graph")
+_GATHERS = ("gather", "gather_copied", "gather_session")
 
 
 _OPTIONS = (
@@ -79,16 +82,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _per_call(rounds: dict[str, list[float]]) -> dict[str, Any]:
     us = {side: ms * 1e3 for side, ms in timing.median_ms(rounds, 5).items()}
-    return {f"{side}_us": round(us[side], 2) if side in us else None for side in _SIDES}
+    sides = (*_SIDES, *_GATHERS)
+    return {f"{side}_us": round(us[side], 2) if side in us else None for side in sides}
 
 
 def render(result: dict[str, Any]) -> str:
     """Two tables for people."""
     host = ([row["op"], *(row[f"{side}_us"] for side in _HOST)] for row in result["host"])
-    rows = ([row["nbytes"], *(row[f"{side}_us"] for side in _SIDES)] for row in result["messages"])
     lines = [command.heading(result, "us of host time per call")]
     lines += command.cells(("op", *_HOST), host)
-    return "\n".join([*lines, "us per all-reduce", *command.cells(("bytes", *_SIDES), rows)])
+    for what, sides in (("all-reduce", _SIDES), ("all-gather into a new tensor", _GATHERS)):
+        cells = [[row["nbytes"], *(row[f"{s}_us"] for s in sides)] for row in result["messages"]]
+        lines += [f"us per {what}", *command.cells(("bytes", *sides), cells)]
+    return "\n".join(lines)
 
 
 # On each rank -------------------------------------------------------------------------------------
@@ -311,7 +317,36 @@ def _message(nbytes: int, device: torch.device, settings: dict[str, Any]) -> dic
         sides["plain_graph"] = graph(_plainly)
     seconds |= rounds(sides)
     assert plan is not None
+    seconds |= _gathers(x, calls, rounds)
     return {"nbytes": nbytes, "equal": equal, "barriers": len(plan.barriers), "seconds": seconds}
+
+
+def _gathers(x: Any, calls: int, rounds: Callable[..., dict[str, list[float]]]) -> dict[str, Any]:
+    """Seconds of one all-gather of ``x`` into a new tensor, in each of ``rounds``."""
+    import torch
+
+    import symmplan
+
+    size = _world()[0]
+
+    def iteration(*, used: bool) -> None:
+        for _ in range(calls):
+            whole = x.new_empty(size * len(x))
+            if used:
+                whole[:0].zero_()
+            torch.distributed.all_gather_into_tensor(whole, x)
+
+    seconds = rounds({"gather": lambda _: iteration(used=False)})
+    for side, used in (("gather_copied", True), ("gather_session", False)):
+        with symmplan.eager(memory=_memory(x.device), choose="placed") as session:
+
+            def served(_turn: int, used: bool = used, session: Any = session) -> None:
+                iteration(used=used)
+                session.step()
+
+            served(0)
+            seconds |= rounds({side: served})
+    return seconds
 
 
 def _memory(device: torch.device) -> Any:

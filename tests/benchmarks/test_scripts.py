@@ -57,7 +57,8 @@ def test_tables_fit_on_eighty_columns():
     host = {f"{c}_us": 30123.45 for c in ("placed", "overhead", "copies")} | times
     machine = {"cpu": "cpu", "device": "CPU", "cores": 16, "torch": "2.13.0+cpu", "nccl": None}
     about = {"ranks": 2, "machine": machine, "layers": 1, "width": 512}
-    graphs = {"plain_graph_us": None, "session_graph_us": None}
+    graphs = dict.fromkeys(("plain_graph_us", "session_graph_us"))
+    graphs |= {f"{side}_us": 30123.45 for side in bench_eager._GATHERS}
     message = {"nbytes": 8 << 20, **times, **graphs}
     moe = {
         "what": "dispatch",

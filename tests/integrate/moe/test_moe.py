@@ -125,7 +125,7 @@ def random_calls(rank, world_size, seeds, choose="auto", kind="cpu"):
 def test_rows_go_where_they_are_meant_to(pool, seeds, choose):
     first, *others = pool.run(random_calls, seeds, choose)
     assert all(other == first for other in others)
-    assert choose == "ordinary" or any(count for count, _ in first)
+    assert choose != "auto" or any(count for count, _ in first)  # nothing is, where that is fastest
 
 
 def _used(rank, world_size):
