@@ -173,8 +173,10 @@ def _capturing(rank, world):
     handle.remove()
 
 
-def test_a_session_that_takes_turns_is_not_captured_alone(two):
-    two.run(_captured)
+def test_a_session_that_takes_turns_is_not_captured_alone():
+    """In ranks of its own: what failed on a device keeps its memory there."""
+    with RankPool(2, timeout=120.0) as pool:
+        pool.run(_captured)
 
 
 def _asleep(rank, world):
