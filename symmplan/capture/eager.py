@@ -279,8 +279,9 @@ class Recorder(TorchDispatchMode):
         whole = len(storage.nodes) == 1 and (storage.origin, ()) in self.made
         same = view_of(tensor) in storage.nodes and tensor.nbytes == storage.meta.nbytes()
         own = not tensor.requires_grad and dispatch.has_own_bytes(tensor)
-        read = storage in self._storages_of(others) or storage.origin in self.writes
-        return storage if whole and same and own and not read else None
+        read = storage in self._storages_of(others)
+        asked = storage.origin in self.writes or any(c.node is storage.origin for c in self.calls)
+        return storage if whole and same and own and not (read or asked) else None
 
     def _made_now(self, storage: Storage, tensor: torch.Tensor) -> fx.Node:
         """A node that makes an unused tensor; it has one name on all ranks, as the call has."""

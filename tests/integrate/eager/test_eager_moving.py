@@ -240,6 +240,28 @@ def test_what_is_asked_for_stays_where_it_was_asked_for(two):
     assert two.run(_advised) == [()] * 2
 
 
+def _over_a_result(rank, world):
+    """What a declared call has made is overwritten by another one."""
+    from torch.distributed import _functional_collectives as funcol
+
+    import symmplan
+
+    found = []
+    with symmplan.eager(memory="shm", choose="placed", timeout=30.0) as session:
+        for turn in range(TURNS):
+            mine = torch.full((COUNT,), 1.0 + rank + turn)
+            whole = funcol.wait_tensor(funcol.all_gather_tensor(mine, 0, dist.group.WORLD))
+            dist.all_gather_into_tensor(whole, mine + 1.0)
+            found.append(float(whole.sum()) / COUNT)
+            del mine, whole
+            session.step()
+    return found
+
+
+def test_a_result_that_is_overwritten_stays_a_result(two):
+    assert two.run(_over_a_result) == [[5.0 + 2 * turn for turn in range(TURNS)]] * 2
+
+
 def _gathered_from_itself(rank, world):
     import symmplan
 
