@@ -74,12 +74,14 @@ def and_back(event: Event, run: Callable[[Any, Any, Any], Any]) -> Callable[[Any
 
 
 def _go_back(tensor: torch.Tensor, own: torch.Tensor) -> None:
+    """Let a tensor be on its own storage again, with the values that it has now."""
     with _changing(tensor):
         own.copy_(tensor)
         _lie_as(tensor, own)
 
 
 def _lie_as(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Let a tensor be on the storage of another one, where and as large as that is."""
     tensor.set_(other.untyped_storage(), other.storage_offset(), other.shape, other.stride())
 
 
