@@ -6,6 +6,7 @@ from typing import Any
 
 __all__ = [
     "MICRO_PIPELINE",
+    "ONE_SHOT",
     "all_to_all_single_autograd",
     "enable_symmetric_memory",
     "inductor_settings",
@@ -14,6 +15,8 @@ __all__ = [
 
 #: Inductor's settings for its own pipelines of products.
 MICRO_PIPELINE = {"_micro_pipeline_tp": True}
+#: The same for its own choice of torch's one-shot kernel; and of how many bytes, the second.
+ONE_SHOT = "_collective.auto_select", "_collective.one_shot_all_reduce_threshold_bytes"
 
 
 def inductor_settings() -> Any:

@@ -7,12 +7,13 @@ import json
 import subprocess
 import sys
 
+import decode as bench_decode
 import eager as bench_eager
 import pytest
 from paths import ROOT
 
 from symmplan.bench import moe as bench_moe
-from symmplan.cli.shell import perform
+from symmplan.cli.shell import parser_of, perform
 
 SCRIPTS = sorted(
     path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()
@@ -21,6 +22,7 @@ NUMBERS = {
     "compile": ("--layers 0", "--dim 1.5", "--steps 0", "--compilations 0"),
     "concurrent_groups": ("--tokens 64 0", "--rounds 0"),
     "copies": ("--peers 0", "--weights 0"),
+    "decode": ("--sequences 8 0", "--steps 0", "--one-shot-bytes 0"),
     "eager": ("--messages -5", "--messages 64,0", "--calls 0"),
 }
 
@@ -52,6 +54,20 @@ def test_a_script_starts_ranks_and_prints_the_command_that_does_the_same():
     assert {row["op"] for row in result["host"]} == set(bench_eager._PROGRAMS)
 
 
+@pytest.mark.ranks
+@pytest.mark.further
+def test_a_server_decodes_as_without_symmplan_and_its_segments_do_not_grow():
+    args = parser_of("x", bench_decode).parse_args(["--sequences", "1", "8", "4", "--rounds", "2"])
+    result = json.loads(json.dumps(bench_decode.run(args)))
+    assert result["ok"]
+    assert [row["sequences"] for row in result["results"]] == [8, 4, 1]
+    assert all(row["equal"] and row["gain"] > 0 for row in result["results"])
+    assert {*result["results"][0]["ms"]} == {"plain", "symmplan auto"}
+    assert result["plans"]["symmplan auto"]["still"]
+    assert result["plans"]["symmplan auto"]["bytes"] > 0
+    assert bench_decode.render(result).endswith("results agree")
+
+
 def test_tables_fit_on_eighty_columns():
     times = {"plain_us": 30123.45, "session_us": 30123.45}
     host = {f"{c}_us": 30123.45 for c in ("placed", "overhead", "copies")} | times
@@ -70,10 +86,15 @@ def test_tables_fit_on_eighty_columns():
         "segment_bytes": 3 << 19,
         "equal": True,
     }
+    sides = ("plain", "one-shot", "symmplan auto", "symmplan cuda")
+    decode = {"sequences": 512, "ms": dict.fromkeys(sides, 30123.45), "gain": 1.12, "equal": True}
+    plans = {"symmplan auto": {"bytes": 3 << 19, "still": False, "choices": []}}
+    decode = {"steps": 20, "dim": 8192, "results": [decode], "plans": plans}
     large = {"what": "dispatch", "tokens": 65536, "needs": 123 << 30, "free": 79 << 30}
     eager = {"host": [{"op": op, **host} for op in bench_eager._PROGRAMS], "messages": [message]}
     for text in (
         bench_eager.render({**about, **eager}),
+        bench_decode.render({**about, **decode}),
         bench_moe.render({**about, "results": [moe], "left_out": [large]}),
     ):
         assert max(map(len, text.splitlines())) <= 80, text
