@@ -8,7 +8,9 @@ Two devices of one host.
 from __future__ import annotations
 
 import functools
+import statistics
 import threading
+import time
 
 import pytest
 import torch
@@ -81,6 +83,7 @@ def trained(rank, world, planned, room, steps=10):
         "most": most,
         "retries": stats.get("num_alloc_retries", 0),
         "reserved": stats["reserved_bytes.all.peak"],
+        "allocated": stats["allocated_bytes.all.peak"],
         "losses": losses,
         "placed": placed,
     }
@@ -118,6 +121,63 @@ def test_in_every_room_in_which_the_plain_program_runs_the_planned_one_does(shar
     for plain, planned in zip(found[False], found[True], strict=True):
         assert planned["losses"] == pytest.approx(plain["losses"], rel=1e-2)
         assert planned["retries"] <= plain["retries"] + 1  # the cache is emptied once
+
+
+def by_turns(rank, world, room, device="cuda", turns=5, steps=12):
+    """Seconds of steps in a full device, without symmplan and with a plan that places nothing."""
+    import torch.distributed as dist
+    from fsdp_models import Net, batch, mesh, shard
+
+    import symmplan
+
+    wait = torch.cuda.synchronize if device == "cuda" else dist.barrier
+    ballast = None
+    if room is not None:
+        left = torch.cuda.mem_get_info()[0] - room
+        ballast = torch.empty(left, dtype=torch.uint8, device=device)
+    model = shard(Net(BLOCKS, dim=DIM).to(device, torch.bfloat16), mesh=mesh(world, device=device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(number):
+        rows = batch(number, rank, dim=DIM, device=device).bfloat16()
+        dist.barrier()
+        wait()
+        begin = time.perf_counter()
+        model(rows.repeat(-(-ROWS // len(rows)), 1)).float().pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wait()
+        return time.perf_counter() - begin
+
+    found, stats = {"plain": [], "idle": []}, None
+    for turn in range(turns):
+        for side, seconds in found.items():
+            handle = None
+            if side == "idle":
+                handle = symmplan.fsdp.apply(model, choose="ordinary", timeout=60.0)
+            for number in range(3):
+                step(number)
+            seconds += [step(turn * steps + number) for number in range(steps)]
+            if handle is not None:
+                stats = handle.stats
+                handle.remove()
+    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) if device == "cuda" else 0
+    del ballast
+    return found, (stats.served, stats.plain > 0), retries
+
+
+def test_where_nothing_is_placed_steps_take_as_long_by_turns():
+    """What they take is printed: it is no matter for a test."""
+    alone = _side(False, None)
+    room = int(1.1 * max(r["allocated"] for r in alone)) + 1024 * MiB
+    with _make() as pool:
+        told = pool.run(by_turns, room)
+    for side in ("plain", "idle"):
+        slowest = map(max, zip(*(found[side] for found, *_ in told), strict=True))
+        print(f"{side} {statistics.median(slowest) * 1e3:.1f} ms, {told[0][2]} retries in all")
+    for _, ran, retries in told:
+        assert ran == (0, True)
+        assert retries > 0
 
 
 def counted(rank, world):
