@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from symmplan.memory import Arena
     from symmplan.model import Plan
 
-__all__ = ["borrowed", "cached_bytes", "fits", "give_back_together", "obtain"]
+__all__ = ["borrowed", "cached", "cached_bytes", "fits", "give_back_together", "obtain"]
 
 
 def fits(plan: Plan, arena: Arena) -> bool:
@@ -86,18 +86,13 @@ def obtain(
     Collective: yes, over those groups.
     """
     if kind_of(device).is_accelerator:
-        found = {
-            number: arena
-            for number, arena in PROCESS.cache.copy().items()
-            if _device_of(arena) == device and _serves(arena, plan, memory, groups)
-        }
-        number = _common(found, groups, timeout)
+        number = cached(plan, groups, memory=memory, device=device, timeout=timeout)
         if number is not None:
             synchronize(device)  # work of who dropped it may still use the bytes
             agree(plan, groups, timeout)
-            cached: Arena = PROCESS.cache.pop(number)
-            cached.user, cached.tenants[:] = user, [user]
-            return cached, False
+            kept: Arena = PROCESS.cache.pop(number)
+            kept.user, kept.tenants[:] = user, [user]
+            return kept, False
     arena = realize(
         plan,
         memory=memory,
@@ -185,6 +180,21 @@ def give_back_together(arenas: Iterable[Arena], groups: Mapping[str, Any], timeo
         if arena.frees_together and met <= members:
             PROCESS.cache.pop(number).release()
     take_back({name: g for name, g in groups.items() if g in PROCESS.windows}, timeout)
+
+
+def cached(
+    plan: Plan, groups: Mapping[str, Any], *, memory: str, device: torch.device, timeout: float
+) -> int | None:
+    """Number of the smallest cached arena that `obtain` would give for a plan; None if none.
+
+    Collective: yes, over those groups.
+    """
+    found = {
+        number: arena
+        for number, arena in PROCESS.cache.copy().items()
+        if _device_of(arena) == device and _serves(arena, plan, memory, groups)
+    }
+    return _common(found, groups, timeout)
 
 
 def _common(found: Mapping[int, Arena], groups: Mapping[str, Any], timeout: float) -> int | None:

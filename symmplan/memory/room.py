@@ -71,12 +71,14 @@ class Room:
         at_once: Those that it may take before torch's allocator has given back what it has cached.
         whole: Those that a plan may take which leaves out no collective.
         slack: As in `Usage`, of the ranks the least.
+        held: Those of segments that are there for the plan, or that nobody uses.
     """
 
     nbytes: int
     at_once: int = sys.maxsize
     whole: int = sys.maxsize
     slack: tuple[int, ...] = ()
+    held: int = 0
 
 
 @frozen
@@ -196,6 +198,6 @@ def agreed_room(
         mine = evolve(mine, nbytes=given)
     else:
         mine = evolve(mine, nbytes=besides + max(held, mine.nbytes))
-    numbers = (mine.nbytes, mine.at_once, mine.whole, *mine.slack)
-    nbytes, at_once, whole, *slack = least("capacity", numbers, groups, timeout)
-    return Room(nbytes, at_once, whole, tuple(slack))
+    numbers = (mine.nbytes, mine.at_once, mine.whole, held, *mine.slack)
+    nbytes, at_once, whole, held, *slack = least("capacity", numbers, groups, timeout)
+    return Room(nbytes, at_once, whole, tuple(slack), held)

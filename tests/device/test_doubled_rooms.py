@@ -222,6 +222,28 @@ def test_what_was_placed_is_measured_where_the_device_is_full_later(two):
     assert two.run(on_devices, _full_later, "ordinary") == [(False, 0)] * 2
 
 
+def _again(rank, world):
+    """The same model three times: placed collectives, bytes of segments, what was taken."""
+    found = []
+    with _pushes_are_fastest():
+        for _ in range(3):
+            stats, _, taken, _ = _trained(rank, world, "measure")
+            found.append((stats.placed, stats.segment_bytes, taken))
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+def test_segments_that_nobody_uses_serve_the_next_plan_where_the_device_is_full(two):
+    """They were made where there was room for them, once."""
+    run = functools.partial(on_devices, total=CACHED + BYTES + 256 * MiB, had=CACHED)
+    for first, *others in two.run(run, _again):
+        placed, segment_bytes, _ = first
+        assert placed == 9
+        assert segment_bytes > 0
+        assert others == [first] * 2
+
+
 def _limited(rank, world, room):
     """A model that is planned in that room; pushes and copy engines are fastest."""
     from symmplan.integrate.fsdp.segments import Memory

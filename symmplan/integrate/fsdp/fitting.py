@@ -104,7 +104,8 @@ class StepFitting:
         Returns:
             None if the device is not full. 0 if no plan would place anything, or if it is full and
             has no room for such a plan and what measuring takes: communicators and loaded kernels
-            keep their bytes, which the program would lack.
+            keep their bytes, which the program would lack. Segments that nobody uses are room for
+            it, as those of a handle that was removed.
 
         Collective: yes, over all groups of the model, if it has no segments.
         """
@@ -113,7 +114,7 @@ class StepFitting:
         if given or placed or device_memory(memory.device) is None:
             return None
         free = memory.room(below=False, reserve=LEFT)
-        if not free.whole:
+        if not (free.whole or free.held):
             return 0
         ordinary = {call: Algorithm("ordinary", why) for call, why in left_out.items()}
         smallest = {call: Algorithm(smallest_of(case)) for call, case in cases.items()}
@@ -135,6 +136,10 @@ class StepFitting:
         nbytes = made.plan.peak_bytes + made.beyond(memory.preparation.memory)
         means = made.algorithms(first)
         program, fits = memory.program, whole <= room.whole
+        if free.held and memory.keeps_for(made.plan):  # it takes nothing more of the device
+            nbytes, fits = 0, True
+        elif not free.whole:
+            return 0
         full, fits = program.filled(nbytes, means, memory.device, memory.groups, fits=fits)
         if full or whole > free.nbytes:
             return whole if fits else 0

@@ -27,7 +27,7 @@ from symmplan.integrate.fsdp.push import Pushes
 from symmplan.integrate.fsdp.sums import warm_up
 from symmplan.memory import agree
 from symmplan.memory.beyond import counting
-from symmplan.memory.cache import fits
+from symmplan.memory.cache import cached, fits
 from symmplan.memory.held import bytes_beside
 from symmplan.memory.streams import synchronize
 from symmplan.place.engines import known_of, register
@@ -291,6 +291,20 @@ class Memory:
             below=below,
             reserve=reserve,
         )
+
+    def keeps_for(self, plan: Plan) -> bool:
+        """Whether segments that nobody uses any more have room for a plan.
+
+        Collective: yes, over all groups.
+        """
+        number = cached(
+            plan,
+            self.groups,
+            memory=self.preparation.memory,
+            device=self.device,
+            timeout=self._options.timeout,
+        )
+        return number is not None
 
     def prepare(self, plan: Plan, by_engines: Collection[str]) -> tuple[Arena, int] | None:
         """Make room for ``plan``: in the present segments if it fits, else in other ones.
