@@ -115,4 +115,7 @@ def _beyond(device: torch.device) -> int | None:
         if segment.tensor.device.type == device.type
         and device.index in (None, segment.tensor.device.index)
     )
-    return there.total - there.free - there.reserved - held
+    # What this rank has released stays there until no rank needs it.
+    windows = {id(w): w for of in PROCESS.windows.values() for w in of if w is not None and w.ended}
+    ended: int = sum(window.tensor.numel() for window in windows.values())
+    return there.total - there.free - there.reserved - held - ended

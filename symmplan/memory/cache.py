@@ -7,7 +7,9 @@
     collectively, but models end on one rank after the other. So such segments are never freed while
     the process lives. When a model or a compile backend releases them they are kept, and the next
     one of the same groups gets them if its plan fits. Memory that is borrowed for a while comes
-    from these segments, or from memory that can be freed.
+    from these segments, or from memory that can be freed. Segments whose windows symmplan makes
+    itself can be freed where all ranks come to it: when programs sleep, and where larger segments
+    have replaced them.
 """
 
 from __future__ import annotations
@@ -179,7 +181,7 @@ def give_back_together(arenas: Iterable[Arena], groups: Mapping[str, Any], timeo
         }
         if arena.frees_together and met <= members:
             PROCESS.cache.pop(number).release()
-    take_back({name: g for name, g in groups.items() if g in PROCESS.windows}, timeout)
+    take_back(groups, timeout)
 
 
 def cached(

@@ -83,6 +83,11 @@ def known_of(groups: Mapping[str, Any]) -> dict[str, Any]:
     return {name: found for name, group in groups.items() if (found := known(group)) is not None}
 
 
+def with_known(groups: Mapping[str, Any]) -> dict[str, Any]:
+    """The groups, and by their own names the `known` communicators of the same ranks."""
+    return {**groups, **{c10d.group_name(found): found for found in known_of(groups).values()}}
+
+
 def asked(group: Any) -> bool:
     """Whether all ranks of a process group were asked for copy engines, and have what was found."""
     known(group)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from symmplan.coordination.all_gather import all_gather_json
 from symmplan.coordination.world import current
 from symmplan.errors import RunError
+from symmplan.memory.backends.windows import take_back
 from symmplan.memory.beyond import counting
 from symmplan.memory.cache import give_back_together
 from symmplan.memory.streams import synchronize
-from symmplan.place.engines import known_of
+from symmplan.place.engines import with_known
 from symmplan.report.format import size
 from symmplan.report.log import LOG
-from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -70,10 +70,23 @@ def give_back(
     """
     nbytes = sum(arena.segment_bytes for arena in arenas)
     synchronize(device)
-    engines = {c10d.group_name(group): group for group in known_of(groups).values()}
     with counting("windows", device):
-        give_back_together(arenas, {**groups, **engines}, timeout)
+        give_back_together(arenas, with_known(groups), timeout)
     tell(user, nbytes, asleep=True)
+
+
+def take_back_replaced(groups: Mapping[str, Any], device: torch.device, timeout: float) -> None:
+    """Take back what is registered of segments that larger ones have replaced on all ranks.
+
+    Args:
+        groups: ``{name: process group}`` of those that met in them.
+        device: Where they lie.
+        timeout: Seconds that ranks wait for each other.
+
+    Collective: as `give_back`.
+    """
+    with counting("windows", device):
+        take_back(with_known(groups), timeout)
 
 
 def tell(user: str, nbytes: int, *, asleep: bool) -> None:

@@ -26,7 +26,7 @@ from symmplan.place.engines import known_of, register
 from symmplan.planner.fingerprint import visible
 from symmplan.process import PROCESS
 from symmplan.report.log import LOG
-from symmplan.runtime.sleep import all_may_sleep, give_back, tell
+from symmplan.runtime.sleep import all_may_sleep, give_back, take_back_replaced, tell
 from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
@@ -189,6 +189,7 @@ class Pool:
             self._shared[key] = shared
         elif found is not None:
             shared.move(found)
+            take_back_replaced(named, device, self.preparation.options.timeout)
         shared.align = max((shared.align, *(b.align for b in plan.problem.buffers)))
         shared.crosses = shared.crosses or crosses
         shared.engines.update(engines)

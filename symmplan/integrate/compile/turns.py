@@ -194,7 +194,7 @@ class Shared:
         self.crossings.move(arena)
         self._forget_inputs()
         self.progress.remove(old)
-        old.give_back()
+        old.give_back(together=not self._captured)  # a CUDA graph may have addresses there
 
     def _forget_inputs(self) -> None:
         for part in self.taken_by:

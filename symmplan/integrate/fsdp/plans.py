@@ -129,6 +129,8 @@ class Planning:
         kept = kept_after_forward(recordings, self.layouts, self.live)
         self._made, self._after_forward = evolve(made, held=None), kept
         self._settle()
+        if made.held is not None:
+            memory.take_back_replaced()
         algorithms = ["ordinary" if p.buffer is None else p.algorithm.name for p in calls]
         preparation.log(plan, algorithms)
         return Schedule(plan, made.stretches)

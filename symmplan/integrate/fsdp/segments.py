@@ -34,7 +34,7 @@ from symmplan.place.engines import known_of, register
 from symmplan.process import PROCESS
 from symmplan.runtime.leases import Lease, Ledger, in_use, set_aside
 from symmplan.runtime.prepare import Preparation
-from symmplan.runtime.sleep import give_back
+from symmplan.runtime.sleep import give_back, take_back_replaced
 from symmplan.runtime.watching import Watching
 
 if TYPE_CHECKING:
@@ -374,6 +374,9 @@ class Memory:
     def let_go(self) -> None:
         """Give older segments back once no buffers are left in them.
 
+        No other plan gets them, as the present ones are larger. What is registered of them is taken
+        back when all ranks have let go, and plan again.
+
         Collective: no.
         """
         free = [arena for arena in self._older if not in_use(arena.segments.values())]
@@ -381,7 +384,11 @@ class Memory:
             self._older[:] = [arena for arena in self._older if arena not in free]
             synchronize(self.device)
             for arena in free:
-                arena.give_back()
+                arena.give_back(together=True)
+
+    def take_back_replaced(self) -> None:
+        """Have the driver get what all ranks have let go. Collective: yes, over all groups."""
+        take_back_replaced(self.groups, self.device, self._options.timeout)
 
     def _dismiss(self) -> None:
         """Let a tenant look for other memory when it next runs. Collective: no."""

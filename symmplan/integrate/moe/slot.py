@@ -35,7 +35,7 @@ from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.report.log import LOG
 from symmplan.runtime.attempt import Refusal
 from symmplan.runtime.prepare import Preparation, checked_plan
-from symmplan.runtime.sleep import all_may_sleep, give_back, in_capture
+from symmplan.runtime.sleep import all_may_sleep, give_back, in_capture, take_back_replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -247,11 +247,11 @@ class RowSlot:
         if self.asleep:
             self._have()
 
-    def let_go(self) -> None:
-        """Give the memory back."""
+    def let_go(self, *, together: bool = False) -> None:
+        """Give the memory back, ``together`` as in `Arena.give_back`."""
         if self.arena is not None:
             arena, self.arena = self._left(), None
-            arena.give_back()
+            arena.give_back(together=together)
 
     def _left(self) -> Arena:
         """The memory, without what works in it."""
@@ -281,7 +281,9 @@ class RowSlot:
             )
         self._row = max(self._row, key[0])
         if self.arena is not None:
-            self.let_go()
+            self.let_go(together=not self._captured)  # a CUDA graph may have addresses there
+            groups = {self.group.name: self.group.process_group}
+            take_back_replaced(groups, self.device, self._options.timeout)
             self.counts["replans"] += 1
         self._have(key)
 

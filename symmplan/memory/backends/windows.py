@@ -142,14 +142,15 @@ def take_back(groups: Mapping[str, Any], timeout: float) -> None:
     """Take the windows back that no rank of their group needs any more.
 
     Args:
-        groups: ``{name: process group}``.
+        groups: ``{name: process group}``, also of such as have no windows.
         timeout: Seconds that ranks wait for each other.
 
-    Collective: yes, over those groups.
+    Collective: yes, over those of the groups that have windows.
     """
-    mine = {name: _ended(group) for name, group in groups.items()}
-    for name, said in all_gather_json("ended windows", mine, groups, timeout).items():
-        _take_back(groups[name], said)
+    asked = {name: group for name, group in groups.items() if group in PROCESS.windows}
+    mine = {name: _ended(group) for name, group in asked.items()}
+    for name, said in all_gather_json("ended windows", mine, asked, timeout).items():
+        _take_back(asked[name], said)
 
 
 def _ended(group: Any) -> list[int]:

@@ -1,0 +1,121 @@
+"""Segments that larger ones have replaced: the device has their bytes back, and their windows'."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from doubles import on_devices, state
+from doubles.network import WINDOW
+from ranks import pool_of
+
+import symmplan
+
+pytestmark = [pytest.mark.ranks, pytest.mark.all_cases]
+
+two = pool_of(2, timeout=120)
+
+
+def _held(stats):
+    """Bytes of all segments and of windows, by the device, and of the plan's segments, as told."""
+    assert stats.bytes_without_owner == 0
+    return state().device.segments, state().device.taken["windows"], stats.segment_bytes
+
+
+def _graphs(rank, world, choose, captured=False):
+    """Graphs of ever larger tensors, the first in a CUDA graph, too: what is held after each."""
+    import torch.distributed as dist
+
+    from symmplan.device import device_of
+
+    ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+
+    def gathered(x):
+        return ops.wait_tensor(ops.all_gather_into_tensor(x * 2, world, name)).sum()
+
+    backend = symmplan.backend("eager", choose=choose, timeout=30.0)
+    compiled = torch.compile(gathered, backend=backend, dynamic=False)
+    found = []
+    for rows in (256, 512, 1024):
+        x = torch.ones(rows, 1024) * (rank + 1)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), gathered(x))
+        found.append(_held(backend.stats))
+        if captured and rows == 256:
+            with mock.patch.object(type(device_of(x.device)), "capture_of", return_value=1):
+                compiled(x)
+    backend.release()
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.parametrize("choose", ["placed", "copy engine"])
+def test_a_backend_has_the_largest_segment_of_its_graphs_only(two, choose):
+    for found in two.run(on_devices, _graphs, choose):
+        (_, windows, _), *_ = found
+        assert windows == (2 * WINDOW if choose == "copy engine" else WINDOW)
+        assert [nbytes for nbytes, *_ in found] == [nbytes for *_, nbytes in found]
+        assert [taken for _, taken, _ in found] == [windows] * 3
+        assert found[0][0] < found[1][0] < found[2][0]
+
+
+def test_a_segment_stays_of_which_a_cuda_graph_has_addresses(two):
+    for found in two.run(on_devices, _graphs, "placed", True):
+        assert [nbytes for nbytes, *_ in found] == [
+            sum(mine for *_, mine in found[: number + 1]) for number in range(3)
+        ]
+        assert [taken for _, taken, _ in found] == [WINDOW, 2 * WINDOW, 3 * WINDOW]
+
+
+def _steps(rank, world, choose):
+    """FSDP2 that begins to keep its parameters: what is held before and after that is planned."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(5)))
+    for module in (*model, model):
+        fully_shard(module, mesh=dist.init_device_mesh("cpu", (world,)))
+    handle = symmplan.fsdp.apply(model, choose=choose, timeout=30.0)
+    found = []
+    for step in range(8):
+        if step == 3:
+            found.append(_held(handle.stats))
+            for module in model:
+                module.set_reshard_after_forward(False)
+        model(torch.full((4, 512), float(rank + step))).square().mean().backward()
+    found.append((*_held(handle.stats), handle.stats.replans))
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("choose", ["symmetric", "push"])
+def test_fsdp2_has_the_segment_of_its_last_plan_only(two, choose):
+    for before, (*after, replans) in two.run(on_devices, _steps, choose):
+        assert replans == 1
+        for nbytes, windows, mine in (before, after):
+            assert nbytes == mine
+            assert windows == before[1]
+        assert before[0] < after[0]
+
+
+def _experts(rank, world):
+    """Experts that get ever more rows: what is held after each call."""
+    found = []
+    experts = symmplan.expert_parallel(max_tokens=64, choose="push", timeout=30.0)
+    for count in (16, 64, 256):
+        rows = torch.full((world * count, 256), float(rank))
+        routes = experts.routes([count] * world)
+        inside = experts.dispatch(rows, routes)
+        assert torch.equal(inside[:, 0], torch.arange(world).repeat_interleave(count).float())
+        assert torch.equal(experts.combine(inside, routes), rows)
+        found.append(_held(experts.stats))
+    experts.release()
+    return found
+
+
+def test_experts_have_the_segment_of_their_last_plan_only(two):
+    for found in two.run(on_devices, _experts):
+        assert [nbytes for nbytes, *_ in found] == [nbytes for *_, nbytes in found]
+        assert {windows for _, windows, _ in found} == {WINDOW}
+        assert found[0][0] < found[2][0]
