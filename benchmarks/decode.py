@@ -1,4 +1,4 @@
-"""Decode with a tensor-parallel Llama: milliseconds of a step for each number of sequences.
+"""Decode with a tensor-parallel Llama: microseconds of a step for each number of sequences.
 
 Each layer sums twice over the ranks. The program is compiled once for each number of sequences, the
 largest first, and on CUDA captured in a CUDA graph for each of them. The sides are the same weights
@@ -89,9 +89,9 @@ def render(result: dict[str, Any]) -> str:
     """A table for people."""
     steps, sides = result["steps"], [*result["results"][0]["ms"]]
     what = f"{count(result['layers'], 'layer')} of width {result['dim']}"
-    lines = [command.heading(result, f"{what}, ms of a step")]
+    lines = [command.heading(result, f"{what}, us of a step")]
     cells = [
-        [row["sequences"], *(round(row["ms"][s] / steps, 4) for s in sides), row["gain"]]
+        [row["sequences"], *(row["ms"][s] / steps * 1e3 for s in sides), row["gain"]]
         for row in result["results"]
     ]
     lines += command.cells(["sequences", *(s.replace(" ", "_") for s in sides), "gain"], cells)

@@ -85,6 +85,7 @@ def take_back_replaced(groups: Mapping[str, Any], device: torch.device, timeout:
 
     Collective: as `give_back`.
     """
+    synchronize(device)  # what was there may still be copied to the larger ones
     with counting("windows", device):
         take_back(with_known(groups), timeout)
 

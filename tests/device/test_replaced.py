@@ -11,6 +11,7 @@ from doubles.network import WINDOW
 from ranks import pool_of
 
 import symmplan
+from symmplan.process import PROCESS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.all_cases]
 
@@ -21,6 +22,23 @@ def _held(stats):
     """Bytes of all segments and of windows, by the device, and of the plan's segments, as told."""
     assert stats.bytes_without_owner == 0
     return state().device.segments, state().device.taken["windows"], stats.segment_bytes
+
+
+def _addresses():
+    """Where the segments lie that somebody uses."""
+    used = [a for a in PROCESS.arenas.values() if not a.released and any(a.tenants)]
+    return {segment.address for arena in used for segment in arena.segments.values()}
+
+
+def _addresses_of_another(program):
+    """Where the segment of another backend lies, with the smallest of the graphs."""
+    torch._dynamo.reset()
+    before = _addresses()
+    backend = symmplan.backend("eager", choose="placed", timeout=30.0)
+    torch.compile(program, backend=backend)(torch.ones(256, 1024))
+    found = _addresses() - before
+    backend.release()
+    return found
 
 
 def _graphs(rank, world, choose, captured=False):
@@ -45,6 +63,11 @@ def _graphs(rank, world, choose, captured=False):
         if captured and rows == 256:
             with mock.patch.object(type(device_of(x.device)), "capture_of", return_value=1):
                 compiled(x)
+            (graphs,) = _addresses()
+    if captured:  # nobody else gets it, before the backend is released
+        assert graphs not in _addresses_of_another(gathered)
+        backend.release()
+        assert {graphs} == _addresses_of_another(gathered)
     backend.release()
     torch._dynamo.reset()
     return found
@@ -62,10 +85,9 @@ def test_a_backend_has_the_largest_segment_of_its_graphs_only(two, choose):
 
 def test_a_segment_stays_of_which_a_cuda_graph_has_addresses(two):
     for found in two.run(on_devices, _graphs, "placed", True):
-        assert [nbytes for nbytes, *_ in found] == [
-            sum(mine for *_, mine in found[: number + 1]) for number in range(3)
-        ]
-        assert [taken for _, taken, _ in found] == [WINDOW, 2 * WINDOW, 3 * WINDOW]
+        first, second, third = (mine for *_, mine in found)
+        assert [nbytes for nbytes, *_ in found] == [first, first + second, first + third]
+        assert [taken for _, taken, _ in found] == [WINDOW, 2 * WINDOW, 2 * WINDOW]
 
 
 def _steps(rank, world, choose):
@@ -99,8 +121,8 @@ def test_fsdp2_has_the_segment_of_its_last_plan_only(two, choose):
         assert before[0] < after[0]
 
 
-def _experts(rank, world):
-    """Experts that get ever more rows: what is held after each call."""
+def _experts(rank, world, captured):
+    """Experts that get ever more rows, the first as if captured: what is held after each call."""
     found = []
     experts = symmplan.expert_parallel(max_tokens=64, choose="push", timeout=30.0)
     for count in (16, 64, 256):
@@ -110,12 +132,14 @@ def _experts(rank, world):
         assert torch.equal(inside[:, 0], torch.arange(world).repeat_interleave(count).float())
         assert torch.equal(experts.combine(inside, routes), rows)
         found.append(_held(experts.stats))
+        experts._slot._captured |= captured and count == 16
     experts.release()
     return found
 
 
-def test_experts_have_the_segment_of_their_last_plan_only(two):
-    for found in two.run(on_devices, _experts):
-        assert [nbytes for nbytes, *_ in found] == [nbytes for *_, nbytes in found]
-        assert {windows for _, windows, _ in found} == {WINDOW}
-        assert found[0][0] < found[2][0]
+@pytest.mark.parametrize("captured", [False, True])
+def test_experts_have_the_segment_of_their_last_plan_only(two, captured):
+    for found in two.run(on_devices, _experts, captured):
+        first, *_, last = (mine for *_, mine in found)
+        assert first < last == found[-1][0] - captured * first
+        assert found[0][1] == WINDOW == found[-1][1] - captured * WINDOW

@@ -91,6 +91,7 @@ class Shared:
     _stream: tuple[Any, int] = field(init=False, default=(None, 0))
     taken_by: WeakSet[PlannedPart] = field(init=False, factory=WeakSet)
     _captured: bool = field(init=False, default=False)
+    _behind: list[Arena] = field(init=False, factory=list)
 
     def enter(self, part: PlannedPart, args: list[Any]) -> None:
         """Begin a run of a part; some of its inputs may be replaced. See [Note: turns].
@@ -189,12 +190,19 @@ class Shared:
         return self._unmet[id(plan)][1]
 
     def move(self, arena: Arena) -> None:
-        """Use other segments, as large or larger; what was saved moves, and the old ones go."""
+        """Use other segments, as large or larger; what was saved moves, and the old ones go.
+
+        They stay where a CUDA graph has their addresses, and nobody else gets them until `release`.
+        """
         old, self.arena = self.arena, arena
         self.crossings.move(arena)
         self._forget_inputs()
         self.progress.remove(old)
-        old.give_back(together=not self._captured)  # a CUDA graph may have addresses there
+        if self._captured:
+            self._behind.append(old)
+            self._captured = False
+        else:
+            old.give_back(together=True)
 
     def _forget_inputs(self) -> None:
         for part in self.taken_by:
@@ -247,7 +255,9 @@ class Shared:
         self.released = True
         self.progress.remove(self.arena)
         synchronize(self.device)
-        self.arena.give_back()
+        for arena in (self.arena, *self._behind):
+            arena.give_back()
+        self._behind.clear()
 
 
 def released() -> ReleasedError:

@@ -99,6 +99,7 @@ class RowSlot:
         self.fault: SymmplanError | None = None
         self.asleep = False
         self._captured = False
+        self._behind: list[Arena] = []
 
     def known(self, row: int) -> AlgorithmName:
         """How rows of so many bytes move where that was decided, else ``"ordinary"``."""
@@ -247,11 +248,24 @@ class RowSlot:
         if self.asleep:
             self._have()
 
-    def let_go(self, *, together: bool = False) -> None:
-        """Give the memory back, ``together`` as in `Arena.give_back`."""
+    def let_go(self, *, replaced: bool = False) -> None:
+        """Give the memory back.
+
+        Args:
+            replaced: Whether all ranks will have other memory at once. Then this stays if a CUDA
+                graph has addresses there, and nobody else gets it until it is let go for good.
+        """
         if self.arena is not None:
             arena, self.arena = self._left(), None
-            arena.give_back(together=together)
+            if replaced and self._captured:
+                self._behind.append(arena)
+                self._captured = False
+            else:
+                arena.give_back(together=replaced)
+        if not replaced:
+            for arena in self._behind:
+                arena.give_back()
+            self._behind.clear()
 
     def _left(self) -> Arena:
         """The memory, without what works in it."""
@@ -281,7 +295,7 @@ class RowSlot:
             )
         self._row = max(self._row, key[0])
         if self.arena is not None:
-            self.let_go(together=not self._captured)  # a CUDA graph may have addresses there
+            self.let_go(replaced=True)
             groups = {self.group.name: self.group.process_group}
             take_back_replaced(groups, self.device, self._options.timeout)
             self.counts["replans"] += 1
