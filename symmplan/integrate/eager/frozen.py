@@ -43,6 +43,7 @@ class Frozen:
         may_rest: Whether it can lie in segments of others; see `symmplan.integrate.eager.turns`.
         refused: Why nothing is in symmetric memory; empty if it is.
         asleep: Whether the memory was given back until the next call.
+        in_graph: Whether an iteration was captured in a CUDA graph, which has its addresses.
         events: The expected calls that ``builder`` made; none while asleep.
         tail: The work at the end of each iteration.
         leaving: ``{storage: (call, its copy out)}`` of results that are copied out at their wait.
@@ -58,6 +59,7 @@ class Frozen:
     may_rest: bool
     refused: str = ""
     asleep: bool = field(init=False, default=False)
+    in_graph: bool = field(init=False, default=False)
     events: list[Event] = field(init=False, factory=list)
     tail: list[Act] = field(init=False, factory=list)
     leaving: dict[int, tuple[Event, str]] = field(init=False, factory=dict)

@@ -238,8 +238,7 @@ class Session(OfOneProcess):
         Collective: as ``iteration``.
         """
         self._usable()
-        planned = self._frozen is not None
-        self._checked = check(iteration, self._settings.device if planned else None)
+        self._checked = check(iteration, self._settings.device if self._frozen else None)
         return self._checked
 
     @property
@@ -254,8 +253,8 @@ class Session(OfOneProcess):
         Call it between iterations, on all ranks. Without a plan, and while asleep, it does nothing.
 
         Raises:
-            RunError: On some rank the program is in an iteration, or holds a tensor that lies in a
-                placement. Raised on all of them, and nothing has changed.
+            RunError: On some rank the program is in an iteration, holds a tensor of a placement, or
+                has captured an iteration. Raised on all of them, and nothing has changed.
 
         Collective: yes.
         """
@@ -319,12 +318,13 @@ class Session(OfOneProcess):
     def _serve(
         self, op: Any, keys: Any, args: Any, kwargs: Any, said: Any, kind: str = "op"
     ) -> Any:
-        """Make a call as the schedule says; ``said`` are the arguments that say what it does."""
-        # ``keys`` are the dispatch keys behind ours.
+        """Make a call as the schedule says; ``said`` is what it does, ``keys`` are behind ours."""
         if self._faults.failed or self._settings.group.forked:
             self._usable()
         assert self._cursor is not None
         assert self._frozen is not None
+        if not self._cursor.at and self._there.is_accelerator:
+            self._frozen.in_graph |= self._there.is_capturing()
         event = self._faults.expect(self._events, self._cursor, op, said, kwargs, kind)
         thread = PROCESS.thread
         thread.own_work += 1

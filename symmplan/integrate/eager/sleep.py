@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from symmplan.integrate.eager.schedule import let_go
-from symmplan.runtime.sleep import all_may_sleep, give_back
+from symmplan.runtime.sleep import all_may_sleep, give_back, in_capture
 
 if TYPE_CHECKING:
     from symmplan.integrate.eager.frozen import Frozen
@@ -42,6 +42,9 @@ def _why_not(frozen: Frozen, cursor: Cursor) -> WhyNot:
             f"{cursor.at} of {len(frozen.events)} calls",
             "call it behind session.step()",
         )
+    if frozen.in_graph:
+        name, segment = next(iter(frozen.arena.segments.items()))
+        return in_capture("session", f"segment {name!r} at {segment.address:#x}")
     held = let_go(lambda: [lease for event in frozen.events for lease in event.held()])
     if held:
         return (

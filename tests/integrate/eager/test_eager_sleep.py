@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -118,6 +119,34 @@ def test_nobody_sleeps_while_a_rank_uses_the_memory(two):
         assert right
         assert sleeps == 1
         assert "fix: drop the tensor" in said[-1]
+
+
+def _captured(rank, world):
+    """One rank captures an iteration in a CUDA graph."""
+
+    def run(*_):
+        from symmplan.device import device_of
+
+        x = torch.ones(4, 8)
+        with symmplan.eager(choose="placed", timeout=30.0) as session:
+            for turn in range(3):
+                captures = mock.patch.object(
+                    type(device_of(x.device)), "is_capturing", return_value=turn == 2 and rank == 1
+                )
+                with captures:
+                    gather(x)
+                session.step()
+                if turn == 1:
+                    session.sleep()
+            with pytest.raises(RunError, match="a captured CUDA graph has addresses"):
+                session.sleep()
+            return session.stats.sleeps, session.asleep
+
+    return on_devices(rank, world, run)
+
+
+def test_a_session_that_is_in_a_cuda_graph_does_not_sleep(two):
+    assert two.run(_captured) == [(1, False)] * 2
 
 
 def _no_room(rank, world):
