@@ -180,7 +180,8 @@ class _Side:
         if name == "one-shot":
             chosen = dict(zip(ONE_SHOT, (True, settings["one_shot_bytes"]), strict=True))
         self.steps: dict[int, Callable[[int], torch.Tensor]] = {}
-        pool, met = None, []
+        self._met: list[tuple[int, int]] = []
+        pool = None
         with inductor_settings().patch(chosen):
             for sequences in settings["sequences"]:
                 x = _tokens(sequences, model)
@@ -189,8 +190,7 @@ class _Side:
                     pool = torch.cuda.graph_pool_handle() if pool is None else pool
                     run = _captured(run, pool)
                 self.steps[sequences] = _repeated(run, settings["steps"])
-                met.append(self._held())
-        self._first, self._met = met[0], met
+                self._met.append(self._held())
 
     def _held(self) -> tuple[int, int]:
         """How many rendezvous there were, and bytes of segments."""
@@ -203,9 +203,10 @@ class _Side:
         """What it took, how its sums run, and whether that was all with the first of them."""
         from attrs import asdict
 
-        still = {*self._met, self._held()} == {self._first}
+        first, *later = self._met
+        still = {*later, self._held()} == {first}
         choices = [asdict(choice) for choice in self.backend.choices]
-        return {"bytes": self._first[1], "still": still, "choices": choices}
+        return {"bytes": first[1], "still": still, "choices": choices}
 
 
 def _tokens(sequences: int, model: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ __all__ = [
 
 #: Inductor's settings for its own pipelines of products.
 MICRO_PIPELINE = {"_micro_pipeline_tp": True}
-#: The same for its own choice of torch's one-shot kernel; and of how many bytes, the second.
+#: Inductor's settings for sums by torch's one-shot kernel: whether, and of at most how many bytes.
 ONE_SHOT = "_collective.auto_select", "_collective.one_shot_all_reduce_threshold_bytes"
 
 

@@ -91,6 +91,7 @@ class Shared:
     _stream: tuple[Any, int] = field(init=False, default=(None, 0))
     taken_by: WeakSet[PlannedPart] = field(init=False, factory=WeakSet)
     _captured: bool = field(init=False, default=False)
+    # Former segments of which CUDA graphs have addresses.
     _behind: list[Arena] = field(init=False, factory=list)
 
     def enter(self, part: PlannedPart, args: list[Any]) -> None:

@@ -318,7 +318,7 @@ class Session(OfOneProcess):
     def _serve(
         self, op: Any, keys: Any, args: Any, kwargs: Any, said: Any, kind: str = "op"
     ) -> Any:
-        """Make a call as the schedule says; ``said`` is what it does, ``keys`` are behind ours."""
+        """Make a scheduled call: ``said`` says what it does, ``keys`` to which kernels."""
         if self._faults.failed or self._settings.group.forked:
             self._usable()
         assert self._cursor is not None

@@ -42,7 +42,7 @@ def _why_not(frozen: Frozen, cursor: Cursor) -> WhyNot:
             f"{cursor.at} of {len(frozen.events)} calls",
             "call it behind session.step()",
         )
-    if frozen.in_graph:
+    if frozen.in_graph and frozen.arena.segments:
         name, segment = next(iter(frozen.arena.segments.items()))
         return in_capture("session", f"segment {name!r} at {segment.address:#x}")
     held = let_go(lambda: [lease for event in frozen.events for lease in event.held()])

@@ -94,7 +94,8 @@ class Turns:
         if frozen.asleep or segments_made(self._settings.group) == self._seen:
             return
         arena, settings = frozen.arena, self._settings
-        if self._found(frozen.plan, arena.memory, may=frozen.may_rest) is None:
+        may = frozen.may_rest and not frozen.in_graph
+        if self._found(frozen.plan, arena.memory, may=may) is None:
             return
         if arena.timed:
             self.move_out()

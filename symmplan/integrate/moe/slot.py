@@ -99,6 +99,7 @@ class RowSlot:
         self.fault: SymmplanError | None = None
         self.asleep = False
         self._captured = False
+        #: Former memory of which CUDA graphs have addresses.
         self._behind: list[Arena] = []
 
     def known(self, row: int) -> AlgorithmName:

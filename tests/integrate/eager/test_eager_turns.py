@@ -281,6 +281,28 @@ def test_a_session_moves_before_its_first_turn_too(two):
     assert two.run(_planned_anew) == [([("FSDP2", "eager session")], 0)] * 2
 
 
+def _follows(rank, world, captured):
+    """A session has memory of its own, of which a graph of one rank may have addresses."""
+    model, handle, optimizer = _made()
+    model(batch(0, rank)).sum().backward()
+    with symmplan.eager(choose="placed", timeout=30.0) as session:
+        for step in range(3):
+            optimizer.step()
+            session.step()
+            if step == 1:
+                assert session.stats.segment_bytes > 0
+                session._frozen.in_graph = captured and rank == 1
+                handle.freeze()
+        found = session.stats.segment_bytes > 0
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_session_follows_fsdp2_unless_a_cuda_graph_has_its_addresses(two, captured):
+    assert two.run(_follows, captured) == [captured] * 2
+
+
 def _interrupted(rank, world):
     """What FSDP2 finds in its segments if it runs in the midst of a session's iteration."""
     model, handle, optimizer = _made()
