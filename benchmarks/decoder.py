@@ -40,7 +40,7 @@ class Shape:
 
 
 class Decoder(nn.Module):
-    """Layers that read and append to caches of ``(sequences, heads, length, dim / heads)``.
+    """Layers that read and append to caches of ``(sequences, length, heads, dim / heads)``.
 
     Heads and matrices are shared out over the ranks; each layer sums twice over them.
 
@@ -77,6 +77,9 @@ class Decoder(nn.Module):
 
 
 class _Layer(nn.Module):
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self, shape: Shape, most: int, heads: int) -> None:
         super().__init__()
         dim, hidden, self.head = shape.dim, shape.hidden, shape.dim // shape.heads
@@ -86,17 +89,18 @@ class _Layer(nn.Module):
         self.gate, self.up = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, dim, bias=False)
         for name in ("keys", "values"):
-            self.register_buffer(name, torch.zeros(most, heads, shape.length, self.head))
+            self.register_buffer(name, torch.zeros(most, shape.length, heads, self.head))
 
     def forward(self, x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         normed, tokens = self.norm(x), x.shape[0]
-        q, k, v = (layer(normed).view(tokens, -1, 1, self.head) for layer in self.qkv)
-        keys, values = self.get_buffer("keys")[:tokens], self.get_buffer("values")[:tokens]
-        keys.index_copy_(2, place, k)
-        values.index_copy_(2, place, v)
+        q, k, v = (layer(normed).view(tokens, -1, self.head) for layer in self.qkv)
+        rows = torch.arange(tokens, device=x.device)
+        # Written whole, not by views: Inductor then copies no cache.
+        self.keys[rows, place], self.values[rows, place] = k, v
+        keys, values = (c[:tokens].transpose(1, 2) for c in (self.keys, self.values))
         seen = torch.arange(keys.shape[2], device=x.device) <= place
         mixed = functional.scaled_dot_product_attention(
-            q, keys, values, attn_mask=seen.view(1, 1, 1, -1)
+            q.unsqueeze(2), keys, values, attn_mask=seen.view(1, 1, 1, -1)
         )
         x = x + self.o(mixed.reshape(tokens, -1))
         normed = self.mlp_norm(x)
