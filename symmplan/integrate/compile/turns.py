@@ -18,7 +18,10 @@
     separates the two. If the other graph ran on another stream, this graph waits for that stream.
     Once tensors cross, such a barrier precedes each run, because copies on entry must be complete
     before peers touch the bytes. If a graph may copy saved tensors back on entry, another barrier
-    precedes these copies, because peers may still read the old bytes.
+    precedes these copies, because peers may still read the old bytes. Once CUDA graphs have
+    been captured, they may be replayed between any two runs, which is not seen. Then, and where
+    others are in the segments, such a barrier precedes and follows each run of a graph that has
+    such accesses.
 
     Plans that look the same to peers ([Note: what peers see] in `symmplan.planner.fingerprint`)
     count as one graph here, since a rank may have a separate graph for a smaller batch.
@@ -127,9 +130,9 @@ class Shared:
     def finish(self, plan: Plan) -> None:
         """A run has ended well: whoever has the bytes next may touch its peers'.
 
-        Collective: in a suballocation, if accesses of the plan do not meet all ranks.
+        Collective: if others may have them next, and accesses of the plan do not meet all ranks.
         """
-        if self.is_tenant and self._is_unmet(plan):
+        if self._others and self._is_unmet(plan):
             self._barrier()
 
     def leave(self) -> None:
@@ -145,6 +148,11 @@ class Shared:
     def is_tenant(self) -> bool:
         """Whether others are in the segments, by their plan."""
         return self.arena.timed
+
+    @property
+    def _others(self) -> bool:
+        """Whether others may be in them between two runs: tenants, replays of CUDA graphs."""
+        return self.is_tenant or self._captured
 
     @property
     def movable(self) -> bool:
@@ -172,7 +180,7 @@ class Shared:
 
     def _meet(self, plan: Plan) -> None:
         last = self._last or plan
-        shares = last is not plan or self.crossings.used or self.is_tenant
+        shares = last is not plan or self.crossings.used or self._others
         if (last is not plan and self._is_unmet(last)) or (shares and self._is_unmet(plan)):
             self._barrier()
         self._last = plan
