@@ -41,6 +41,7 @@ class Case:
         alone: Whether nothing computes at the same time.
         beside: Floating-point operations of the matrix products beside it; None if not known.
         engine: Whether copy engines can run its own op.
+        barriers: Whether the program's plan may have barriers for it; see `MEETING`.
     """
 
     op: str
@@ -55,6 +56,7 @@ class Case:
     alone: bool = True
     beside: int | None = field(default=0, eq=False)
     engine: bool = field(default=False, eq=False)
+    barriers: bool = field(default=True, eq=False)
 
     @property
     def key(self) -> list[Any]:

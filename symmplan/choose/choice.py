@@ -41,8 +41,9 @@ NO_ROOM = (
 
 #: Algorithms whose times are in this ratio are about as fast.
 ALIKE = 0.97
-#: Seconds that a collective in symmetric memory is taken to cost a program on devices besides: in
-#: front of bytes that are used again the ranks meet, and the later one holds up the others.
+#: Seconds that a collective in symmetric memory is taken to cost a program on devices besides, if
+#: its plan has barriers: in front of bytes that are used again the ranks meet, and the later one
+#: holds up the others.
 MEETING = 10e-6
 
 
@@ -104,14 +105,17 @@ class Choice:
         )
 
 
-def fastest(seconds: Mapping[str, float], *, kernels: bool, beside: bool) -> AlgorithmName:
+def fastest(
+    seconds: Mapping[str, float], *, kernels: bool, beside: bool, barriers: bool = True
+) -> AlgorithmName:
     """The algorithm to choose: among the fastest, the one that otherwise costs least.
 
     Args:
-        seconds: ``{algorithm: time}``. Where ``kernels``, algorithms in symmetric memory are
-            charged `MEETING`.
+        seconds: ``{algorithm: time}``. Where ``kernels`` and ``barriers``, algorithms in symmetric
+            memory are charged `MEETING`.
         kernels: Whether ordinary collectives are kernels on the device that computes.
         beside: Whether anything computes meanwhile.
+        barriers: Whether the program's plan has barriers for it.
     """
     inside: tuple[AlgorithmName, ...] = ("symmetric", "two-level")
     algorithms: tuple[AlgorithmName, ...] = (*inside, "ordinary", "push", "copy engine")
@@ -119,7 +123,7 @@ def fastest(seconds: Mapping[str, float], *, kernels: bool, beside: bool) -> Alg
         algorithms = ("ordinary", "push", "copy engine", *inside)
     if kernels and beside:
         algorithms = ("push", "copy engine", "ordinary", *inside)
-    if kernels:
+    if kernels and barriers:
         seconds = {w: s + MEETING * (w != "ordinary") for w, s in seconds.items()}
     enough = min(seconds.values()) / ALIKE
     return next(w for w in algorithms if seconds.get(w, float("inf")) <= enough)

@@ -68,6 +68,15 @@ def choices_of(group: Any) -> dict[Hashable, Choice]:
     return PROCESS.measured.setdefault(group, {})
 
 
+def choice_of(case: Case, group: Any) -> Choice | None:
+    """The choice of a collective in its program, by what was measured; None if nothing was."""
+    choice = choices_of(group).get(case)
+    if choice is None or case.barriers or choice.ruled:
+        return choice
+    how = {"beside": case.beside != 0, "barriers": False}
+    return evolve(choice, algorithm=fastest(choice.seconds, kernels=True, **how))
+
+
 @own_work
 def measure(
     cases: Sequence[Case],

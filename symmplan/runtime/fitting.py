@@ -18,8 +18,10 @@ from symmplan.choose.choice import DEMOTED, NO_ROOM
 from symmplan.choose.chooser import Chosen
 from symmplan.choose.op_cases import cases_of
 from symmplan.coordination.groups import resolve_groups
+from symmplan.device import kind_of
 from symmplan.memory.meeting.topology import served
 from symmplan.place.algorithms import ONE_HOST
+from symmplan.planner import plan as plan_problem
 from symmplan.planner.budget import Demotable, together, within
 from symmplan.runtime.measure import choose_algorithms
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.capture import Captured
+    from symmplan.choose.cases import Case
     from symmplan.model import Plan
     from symmplan.place.algorithms import Lowerings
     from symmplan.runtime.prepare import Preparation
@@ -111,8 +114,36 @@ class Fitting:
         several = {n: row for n, row in rows.items() if row is not None and n not in apart}
         sizes = {n: g.size for n, g in groups.items()}
         cases = cases_of(whole, several, memory, sizes, levels)
-        given = (cases, apart, self._device, self._preparation)
-        self.chosen = choose_algorithms(*given, memory=memory, gather=gather)
+        given = (apart, self._device, self._preparation)
+
+        def choose(cases: Mapping[fx.Node, Case]) -> Chosen[fx.Node]:
+            return choose_algorithms(cases, *given, memory=memory, gather=gather)
+
+        self.chosen = choose(cases)
+        if self.chosen.of and kind_of(self._device).is_accelerator:
+            there = {name: group for name, group in known.items() if group is not None}
+            self.chosen = choose(self._charged(cases, there))
+            self.__dict__.pop("captured", None)
+
+    def _charged(
+        self, cases: Mapping[fx.Node, Case], groups: Mapping[str, Any]
+    ) -> Mapping[fx.Node, Case]:
+        """The cases, of which those are charged with barriers whose group has any in the plan.
+
+        In a chain of collectives, each is a meeting for the bytes of the one before. So the choice
+        is made as if there were no barriers, then with those that the plan has.
+        """
+        chosen, where = self.chosen, set[str]()
+        while True:
+            charged = {n: evolve(case, barriers=case.group in where) for n, case in cases.items()}
+            self.chosen = chosen.again(charged, groups)
+            self.__dict__.pop("captured", None)
+            if self.chosen.algorithms == chosen.algorithms:
+                return charged
+            barriers = {b.group for b in plan_problem(self.captured.problem).barriers}
+            if barriers <= where:
+                return charged
+            where |= barriers
 
     @cached_property
     def captured(self) -> Captured:

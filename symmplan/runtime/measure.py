@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from attrs import evolve
 
 from symmplan.choose.choice import DEMOTED, NO_ROOM
 from symmplan.choose.chooser import (
@@ -22,7 +23,7 @@ from symmplan.choose.chooser import (
 from symmplan.choose.trials import choices_of, measure
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
-from symmplan.device import device_of
+from symmplan.device import device_of, kind_of
 from symmplan.memory.beyond import counting
 from symmplan.memory.device_memory import empty_cache
 from symmplan.model import Algorithm
@@ -128,8 +129,10 @@ def _learn(
         ask = {c.group: groups[c.group] for c in (*new, *gone)}
     else:
         ask = {} if all(map(asked, groups.values())) else dict(groups)
-    # What may be placed: the plan is agreed over these.
-    known = {c.group: groups[c.group] for c in program if algorithm_of(c, groups) != "ordinary"}
+    # What may be placed, as if no barrier were charged: the plan is agreed over these.
+    kernels = kind_of(device).is_accelerator
+    free = (evolve(case, barriers=not kernels) for case in program)
+    known = {c.group: groups[c.group] for c in free if algorithm_of(c, groups) != "ordinary"}
     together = {**known, **planned, **ask} if program else ask
     if not ask and (not planned or len(together) < 2):
         return
