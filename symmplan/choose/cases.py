@@ -41,7 +41,8 @@ class Case:
         alone: Whether nothing computes at the same time.
         beside: Floating-point operations of the matrix products beside it; None if not known.
         engine: Whether copy engines can run its own op.
-        barriers: Whether the program's plan may have barriers for it; see `MEETING`.
+        barriers: Whether the program's plan may have barriers for it; see `MEETING`. Only of what
+            is alone, on devices, is it known that there are none.
     """
 
     op: str

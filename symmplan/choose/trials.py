@@ -73,8 +73,8 @@ def choice_of(case: Case, group: Any) -> Choice | None:
     choice = choices_of(group).get(case)
     if choice is None or case.barriers or choice.ruled:
         return choice
-    how = {"beside": case.beside != 0, "barriers": False}
-    return evolve(choice, algorithm=fastest(choice.seconds, kernels=True, **how))
+    algorithm = fastest(choice.seconds, kernels=True, beside=False, barriers=False)
+    return evolve(choice, algorithm=algorithm)
 
 
 @own_work

@@ -131,11 +131,15 @@ class Fitting:
         """The cases, of which those are charged with barriers whose group has any in the plan.
 
         In a chain of collectives, each is a meeting for the bytes of the one before. So the choice
-        is made as if there were no barriers, then with those that the plan has.
+        is made as if there were no barriers, then with those that the plan has. Where the program
+        computes meanwhile the charge stays: the gain of what overlaps with products is uncertain.
         """
         chosen, where = self.chosen, set[str]()
         while True:
-            charged = {n: evolve(case, barriers=case.group in where) for n, case in cases.items()}
+            charged = {
+                n: evolve(case, barriers=case.group in where or not case.alone)
+                for n, case in cases.items()
+            }
             self.chosen = chosen.again(charged, groups)
             self.__dict__.pop("captured", None)
             if self.chosen.algorithms == chosen.algorithms:

@@ -40,6 +40,13 @@ def _apart(x, group):
     return _one_sided(_sums(x, group), custom_ops.GROUPS[1])
 
 
+def _overlapping(x, group):
+    """A product runs while the sum does."""
+    sums = F.all_reduce(x.sin(), "sum", group)
+    product = x @ x.t()
+    return F.wait_tensor(sums) + product.sum()
+
+
 def _compiled(program, xs, group):
     torch._dynamo.reset()
     backend = symmplan.backend("eager", choose="measure", memory="nccl", timeout=30.0)
@@ -83,6 +90,7 @@ def _chosen(rank, world, make, program, faster):
         (_both, 5, False, ["sums"]),
         (_both, 15, True, ["sums"]),
         (_apart, 5, True, ["other"]),
+        (_overlapping, 5, False, []),
     ],
 )
 def test_barriers_are_charged_where_the_plan_has_any(two, make, program, faster, placed, where):
