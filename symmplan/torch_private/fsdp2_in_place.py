@@ -38,6 +38,13 @@ def has_torchs_methods(group: Any) -> bool:
 
 #: The methods `REPLACED` of a class, without a Python call.
 _methods: Callable[[type], tuple[Any, ...]] = attrgetter(*REPLACED)
+#: Whether a parameter's storage is to stay when it is resharded; torch 2.15 or later.
+_is_kept: Callable[[Any], bool] = attrgetter("keep_unsharded_storage")
+
+
+def keeps_storage(group: Any) -> bool:
+    """Whether the storage of some parameter is to stay when it is resharded."""
+    return any(getattr(p, "keep_unsharded_storage", False) for p in group.fsdp_params)
 
 
 class Methods:
@@ -52,6 +59,7 @@ class Methods:
         self._group = group
         self._before = {name: group.__dict__.get(name) for name in REPLACED}
         self._of_class = _methods(type(group))
+        self._can_keep = any(hasattr(p, "keep_unsharded_storage") for p in group.fsdp_params)
         for name, method in zip(REPLACED, ours, strict=True):
             setattr(group, name, method)
 
@@ -64,7 +72,9 @@ class Methods:
             before(*args)
 
     def unchanged(self) -> bool:
-        """Whether the class's methods are those that it had when they were replaced."""
+        """Whether the class's methods are those that it had, and no storage is to be kept."""
+        if self._can_keep and any(map(_is_kept, self._group.fsdp_params)):
+            return False
         return _methods(type(self._group)) == self._of_class
 
     def put_back(self) -> None:

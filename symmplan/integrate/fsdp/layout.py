@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["NO_SEAM", "OTHERS", "Asked", "Gathered", "Layout", "layout_of", "shards_of"]
+__all__ = ["NO_SEAM", "Asked", "Gathered", "Layout", "layout_of", "shards_of", "why_flat"]
 
 #: Why a group has no layout where torch has other methods.
 NO_SEAM = "this torch's FSDP2 lacks what is replaced"
 #: Why it has none where somebody else was first.
-OTHERS = "methods of its class were replaced"
+_OTHERS = "methods of its class were replaced"
 
 #: Alignment in bytes of a parameter in its placement, which is what kernels expect of torch's.
 _ALIGN = 512
@@ -153,14 +153,22 @@ def shards_of(group: Any, layout: Layout, site: str) -> list[torch.Tensor]:
     return found
 
 
-def layout_of(group: Any) -> Layout | str | None:
+def why_flat(group: Any) -> str:
+    """Why the gathers of a group are FSDP2's own, where something about it has changed."""
+    return "it keeps its unsharded storage" if fsdp2_in_place.keeps_storage(group) else _OTHERS
+
+
+def layout_of(group: Any, methods: fsdp2_in_place.Methods) -> Layout | str | None:
     """The layout of a parameter group; or why it has none.
 
     None where a parameter has a gather of its own: until FSDP2 has gathered it once.
 
     Args:
         group: FSDP2's, after its lazy initialization.
+        methods: What replaces its methods.
     """
+    if not (methods.unchanged() and fsdp2_in_place.has_torchs_methods(group)):
+        return why_flat(group)
     parameters = list(group.fsdp_params)
     if not fsdp2.shards(group):  # others have no gathers, and raise if asked for a group
         return "its parameters are not sharded"
@@ -213,8 +221,6 @@ def _reason(parameter: Any, ranks: int) -> str:
         return "its shards lie on the CPU"
     if parameter.fsdp_placement.dim != 0:
         return "a parameter is not sharded along its first dimension"
-    if getattr(parameter, "keep_unsharded_storage", False):
-        return "it keeps its unsharded storage"
     if fsdp2_in_place.has_own_gather(parameter):
         if not _was_gathered(parameter):
             return ""

@@ -38,7 +38,7 @@ import torch
 
 from symmplan.coordination.all_gather import everywhere
 from symmplan.device import device_of
-from symmplan.integrate.fsdp.layout import OTHERS, Asked, Gathered, Layout, layout_of, shards_of
+from symmplan.integrate.fsdp.layout import Asked, Gathered, Layout, layout_of, shards_of, why_flat
 from symmplan.memory.streams import synchronize
 from symmplan.process import PROCESS
 from symmplan.runtime.leases import Lease, set_aside
@@ -274,12 +274,12 @@ class ZeroCopyUnshard:
         return True
 
     def leave(self) -> None:
-        """FSDP2's own gathers from now on, as somebody has replaced its methods."""
+        """FSDP2's own gathers from now on: its methods, or what it keeps, have changed."""
         self.vacate()
         self.layout = None
         planning = self._runtime.planning
         planning.layouts.pop(self.site, None)
-        planning.flat[self.site] = OTHERS
+        planning.flat[self.site] = why_flat(self._group)
 
     def vacate(self) -> None:
         """The parameters have memory of their own until the next plan."""
@@ -313,9 +313,7 @@ class ZeroCopyUnshard:
         self._methods.put_back()
 
     def _look(self) -> None:
-        found: Layout | str | None = OTHERS
-        if self._methods.unchanged() and fsdp2_in_place.has_torchs_methods(self._group):
-            found = layout_of(self._group)
+        found = layout_of(self._group, self._methods)
         self._looked = found is not None
         planning = self._runtime.planning
         if isinstance(found, Layout):
