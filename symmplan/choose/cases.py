@@ -9,6 +9,7 @@ import torch
 from attrs import evolve, field, frozen
 
 from symmplan.choose.choice import Choice
+from symmplan.registry.catalogue import collective_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,8 +42,8 @@ class Case:
         alone: Whether nothing computes at the same time.
         beside: Floating-point operations of the matrix products beside it; None if not known.
         engine: Whether copy engines can run its own op.
-        barriers: Whether the program's plan may have barriers for it; see `MEETING`. Only of what
-            is alone, on devices, is it known that there are none.
+        barriers: Whether the program's plan may have barriers for it; see `MEETING`. Only of a
+            `lone_sum` on devices is it known that there are none.
     """
 
     op: str
@@ -66,6 +67,11 @@ class Case:
             *(self.op, self.memory, self.dtype, list(self.numels)),
             *(self.copied_in, self.copied_out, self.alone),
         ]
+
+    @property
+    def lone_sum(self) -> bool:
+        """Whether it is an all-reduce during which nothing computes."""
+        return self.alone and collective_of(self.op) == "all-reduce"
 
     @property
     def itemsize(self) -> int:

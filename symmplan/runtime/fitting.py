@@ -86,11 +86,17 @@ class Fitting:
             return dict.fromkeys((s.node for s in self.whole.sites if s.buffer), reason)
         return self.chosen.ordinary
 
-    def choose(self, gather: Callable[[Mapping[str, Any]], object] = lambda _: None) -> None:
+    def choose(
+        self,
+        gather: Callable[[Mapping[str, Any]], object] = lambda _: None,
+        *,
+        compiled: bool = False,
+    ) -> None:
         """Decide how its collectives run, if anything is placed.
 
         Args:
             gather: As for `choose_algorithms`.
+            compiled: Whether the host takes as long for each algorithm.
 
         Raises:
             AgreementError, BackendError: As `choose_algorithms`.
@@ -120,7 +126,7 @@ class Fitting:
             return choose_algorithms(cases, *given, memory=memory, gather=gather)
 
         self.chosen = choose(cases)
-        if self.chosen.of and kind_of(self._device).is_accelerator:
+        if compiled and self.chosen.of and kind_of(self._device).is_accelerator:
             there = {name: group for name, group in known.items() if group is not None}
             self.chosen = choose(self._charged(cases, there))
             self.__dict__.pop("captured", None)
@@ -128,16 +134,17 @@ class Fitting:
     def _charged(
         self, cases: Mapping[fx.Node, Case], groups: Mapping[str, Any]
     ) -> Mapping[fx.Node, Case]:
-        """The cases, of which those are charged with barriers whose group has any in the plan.
+        """The cases, of which all-reduces are charged with barriers where the plan has any.
 
-        In a chain of collectives, each is a meeting for the bytes of the one before. So the choice
-        is made as if there were no barriers, then with those that the plan has. Where the program
-        computes meanwhile the charge stays: the gain of what overlaps with products is uncertain.
+        In a chain of all-reduces, as of a tensor-parallel decoder, each is a meeting for the bytes
+        of the one before. So the choice is made as if there were no barriers, then with those that
+        the plan has over their group. Other collectives, and what overlaps with products, gain too
+        little where they gain less than barriers take.
         """
         chosen, where = self.chosen, set[str]()
         while True:
             charged = {
-                n: evolve(case, barriers=case.group in where or not case.alone)
+                n: evolve(case, barriers=case.group in where or not case.lone_sum)
                 for n, case in cases.items()
             }
             self.chosen = chosen.again(charged, groups)

@@ -47,6 +47,10 @@ def _overlapping(x, group):
     return F.wait_tensor(sums) + product.sum()
 
 
+def _gathers(x, group):
+    return F.wait_tensor(F.all_gather_into_tensor(x.sin(), 2, group)).cos()
+
+
 def _compiled(program, xs, group):
     torch._dynamo.reset()
     backend = symmplan.backend("eager", choose="measure", memory="nccl", timeout=30.0)
@@ -81,7 +85,6 @@ def _chosen(rank, world, make, program, faster):
     return choice.placed, {group: "sums", other: "other"}, barriers
 
 
-@pytest.mark.parametrize("make", ["compiled", "session"])
 @pytest.mark.parametrize(
     ("program", "faster", "placed", "where"),
     [
@@ -91,9 +94,17 @@ def _chosen(rank, world, make, program, faster):
         (_both, 15, True, ["sums"]),
         (_apart, 5, True, ["other"]),
         (_overlapping, 5, False, []),
+        (_gathers, 5, False, []),
     ],
 )
-def test_barriers_are_charged_where_the_plan_has_any(two, make, program, faster, placed, where):
-    for found, names, barriers in two.run(on_devices, _chosen, make, program, faster):
+def test_barriers_are_charged_where_the_plan_has_any(two, program, faster, placed, where):
+    for found, names, barriers in two.run(on_devices, _chosen, "compiled", program, faster):
         assert found == placed
         assert [names[group] for group in barriers] == where
+
+
+@pytest.mark.parametrize(("faster", "placed"), [(5, False), (15, True)])
+def test_sessions_are_always_charged(two, faster, placed):
+    """Their host takes longer for what is placed."""
+    for found, _, barriers in two.run(on_devices, _chosen, "session", _sums, faster):
+        assert (found, barriers) == (placed, set())

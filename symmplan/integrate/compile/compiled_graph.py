@@ -226,7 +226,7 @@ class CompiledGraph:
             default_group=self.settings.default_group,
         )
         fitting = Fitting(capture, lowerings, self.device, preparation, refused)
-        fitting.choose(gather)
+        fitting.choose(gather, compiled=True)
         placed = fitting.placed
         if placed:
             used = (fitting.whole.groups[node] for node in placed)
