@@ -7,14 +7,17 @@ result when somebody waits for it.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import os
 import warnings
 import weakref
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from attrs import define, field
+from torch.distributed import distributed_c10d
 
 from doubles.capacity import mapping_of
 from doubles.gloo import RUNS, reduction_of
@@ -27,6 +30,8 @@ CPU = torch.device("cpu")
 #: Bytes of a device that a communicator takes when it is first used, by whether it is restricted to
 #: one channel; and of a window.
 BYTES, RESTRICTED, WINDOW = 466 * MiB, 22 * MiB, 40 * MiB
+#: How many groups of the same ranks were made.
+_MADE: collections.Counter = collections.Counter()
 
 
 @define(eq=False)
@@ -108,9 +113,15 @@ class Network:
         raise AssertionError("gloo has no such options: copy_engine_group makes such groups")
 
     def subgroup(self, like, ranks, what):
-        group = dist.new_group(
-            list(ranks), backend="gloo", use_local_synchronization=True, group_desc=what
-        )
+        # Torch would give it a name that a group had which is gone, and whose addresses are still
+        # in the store: a rank that connects to these does not find its peer.
+        ranks = [*ranks]
+        name = f"{what} {ranks} {_MADE[tuple(ranks)]}"
+        _MADE[tuple(ranks)] += 1
+        with mock.patch.object(distributed_c10d, "_process_group_name", return_value=name):
+            group = dist.new_group(
+                ranks, backend="gloo", use_local_synchronization=True, group_desc=what
+            )
         self.communicator(group)
         return group
 
