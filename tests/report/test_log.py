@@ -108,6 +108,27 @@ def test_each_plan_is_one_line_and_nothing_placed_is_one_warning():
     assert "no declared op is called in 1 compiled graph " in warnings[2]
 
 
+def _over_another_group(rank, size):
+    """A session of all ranks in which each is in a group with its neighbour."""
+    import torch.distributed as dist
+
+    pairs = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("all", "pair"))["pair"]
+    with _heard() as said, symmplan.eager(timeout=30.0) as session:
+        for _ in range(2):
+            _gather(torch.ones(2, 8), pairs.get_group().group_name)
+            session.step()
+    return said, pairs.get_group().group_name
+
+
+@pytest.mark.ranks
+def test_calls_over_other_groups_alone_are_told_of():
+    with RankPool(4, timeout=120.0) as ranks:
+        for said, group in ranks.run(_over_another_group):
+            (warning,) = [text for level, text in said if level == "WARNING"]
+            assert f"declared ops over other groups alone ({group}; the session's is 0)" in warning
+            assert warning.endswith("give symmplan.eager() theirs as group=")
+
+
 def test_the_default_backend_says_what_it_did_and_that_it_did_nothing():
     torch._dynamo.reset()
     backend = symmplan.default_backend()

@@ -37,6 +37,20 @@ class OwnGroups:
     #: ``{name of a group: whether it has these ranks}``.
     _known: dict[str, bool] = field(init=False, factory=dict)
 
+    @property
+    def why_none(self) -> str:
+        """Why none of an iteration's calls was the session's."""
+        others = [name for name, ours in self._known.items() if not ours]
+        if others:
+            return (
+                f"the iteration called declared ops over other groups alone ({', '.join(others)}; "
+                f"the session's is {self.group}): give symmplan.eager() theirs as group="
+            )
+        return (
+            "the iteration called no declared op (`symmplan ops` lists those that are, "
+            "symmplan.symm_args declares others)"
+        )
+
     def elsewhere(self, op: OpOverload) -> Callable[[Any, Any], bool]:
         """A function of a call's arguments that says whether it is over another group.
 

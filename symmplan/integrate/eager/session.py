@@ -205,10 +205,7 @@ class Session(OfOneProcess):
         recorded = sum(e.call.kind == "op" for e in frozen.events)
         self._counts["recorded"] += recorded
         if not recorded:
-            LOG.warning(
-                "nothing is in symmetric memory: the iteration called no declared op (`symmplan "
-                "ops` lists those that are, symmplan.symm_args declares others)"
-            )
+            LOG.warning("nothing is in symmetric memory: %s", self._settings.own_groups.why_none)
         self._frozen, self._state = frozen, "frozen"
         if not self._executor.serves:
             return
