@@ -12,6 +12,9 @@
 
     A graph whose segments several groups have registered keeps separate segments.
 
+    Where a CUDA graph has addresses of a suballocation, FSDP2 is not planned again: replays would
+    touch what others have there then.
+
     A graph meets its peers before they touch its bytes, and again at its end, through its ops or
     through barriers at both ends of the run. So earlier and later users of the bytes need an order
     on each rank only, which leases provide.
@@ -46,6 +49,10 @@ class Tenant(Protocol):
     @property
     def movable(self) -> bool:
         """Whether it may, which one group for each of its segments is needed for."""
+
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph has addresses of where it lies."""
 
     @property
     def align(self) -> int:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from unittest import mock
 
 import custom_ops
 import pytest
 import torch
 from doubles import on_devices
+from paths import TESTS
 from ranks import pool_of
 
 import symmplan
 from symmplan.integrate.compile.turns import Shared
+
+sys.path.append(str(TESTS / "runtime"))
+import test_tenants as tenants
 
 pytestmark = [pytest.mark.ranks, pytest.mark.all_cases]
 
@@ -70,3 +75,37 @@ def _barriers(rank, world, program):
 def test_a_replay_may_be_between_any_two_runs(two, program, barriers):
     """Barriers are in front of, and behind, what peers may touch at any time."""
     assert two.run(on_devices, _barriers, program) == [barriers] * 2
+
+
+def _replans(rank, world, captured):
+    """How often FSDP2 is planned again, of whose tenant CUDA graphs are captured."""
+    import torch.distributed as dist
+
+    from symmplan.device import device_of
+
+    torch._dynamo.reset()
+    backend = symmplan.backend("eager", choose="placed", timeout=30.0)
+    mesh = dist.init_device_mesh("cpu", (world,))
+    model, handle = tenants.made(mesh, mesh.get_group(), backend, planned=True)
+    kind, optimizer = type(device_of(torch.device("cpu"))), torch.optim.SGD(model.parameters())
+    for turn in range(10):
+        if turn == 4:
+            with mock.patch.object(kind, "capture_of", return_value=int(captured)), torch.no_grad():
+                model.blocks[0](torch.ones(tenants.TOKENS, tenants.WIDTH))
+        if turn == 5:
+            for module in (model.embed, *model.blocks, model.head):
+                if hasattr(module, "set_reshard_after_forward"):
+                    module.set_reshard_after_forward(False)
+        tenants._step(model, optimizer, turn, rank)
+    there = [arena.parent is not None for arena in backend._pool.arenas]
+    replans = handle.stats.replans
+    handle.remove()
+    backend.release()
+    return there, replans
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_fsdp2_is_not_planned_again_where_its_tenant_is_captured(two, captured):
+    for there, replans in two.run(on_devices, _replans, captured):
+        assert there == [True]
+        assert replans == (0 if captured else 1)

@@ -72,6 +72,7 @@ class Shared:
         engines: Names of communicators over which copy engines run collectives in them.
         align: What the segments must begin at a multiple of, in bytes.
         crosses: Whether something in them outlives a run of its graph.
+        captured: Whether CUDA graphs have addresses of them.
         lock: Held while a graph runs in them.
         taken_by: The parts that have inputs in the segments.
     """
@@ -87,13 +88,13 @@ class Shared:
     engines: set[str] = field(init=False, factory=set)
     align: int = field(init=False, default=1)
     crosses: bool = field(init=False, default=False)
+    captured: bool = field(init=False, default=False)
     lock: Any = field(init=False, factory=threading.Lock)
     _unmet: dict[int, tuple[Plan, bool]] = field(init=False, factory=dict)
     _last: Plan | None = field(init=False, default=None)
     _run: Run | None = field(init=False, default=None)
     _stream: tuple[Any, int] = field(init=False, default=(None, 0))
     taken_by: WeakSet[PlannedPart] = field(init=False, factory=WeakSet)
-    _captured: bool = field(init=False, default=False)
     # Former segments of which CUDA graphs have addresses.
     _behind: list[Arena] = field(init=False, factory=list)
 
@@ -152,7 +153,7 @@ class Shared:
     @property
     def _others(self) -> bool:
         """Whether others may be in them between two runs: tenants, replays of CUDA graphs."""
-        return self.is_tenant or self._captured
+        return self.is_tenant or self.captured
 
     @property
     def movable(self) -> bool:
@@ -174,8 +175,8 @@ class Shared:
             if last is not None and last != stream and its_capture == capture:
                 stream.wait_stream(last)
             self._stream = stream, capture
-            if capture and not self._captured:
-                self._captured = True
+            if capture and not self.captured:
+                self.captured = True
                 keep(self.arena)
 
     def _meet(self, plan: Plan) -> None:
@@ -207,9 +208,9 @@ class Shared:
         self.crossings.move(arena)
         self._forget_inputs()
         self.progress.remove(old)
-        if self._captured:
+        if self.captured:
             self._behind.append(old)
-            self._captured = False
+            self.captured = False
         else:
             old.give_back(together=True)
 
@@ -226,7 +227,7 @@ class Shared:
 
     def why_awake(self) -> WhyNot:
         """Why the segments cannot be given back now on this rank; None if they can."""
-        if self._captured:
+        if self.captured:
             name, segment = next(iter(self.arena.segments.items()))
             return in_capture("backend", f"segment {name!r} at {segment.address:#x}")
         if self.lock.locked():

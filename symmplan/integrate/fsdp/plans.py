@@ -227,12 +227,15 @@ class Planning:
         return all_agree("suballocations", mine, groups, self._options.timeout)
 
     def can_move(self) -> bool:
-        """Whether all parameters can move, because on no rank anybody has views of them.
+        """Whether all can move: on no rank anybody has views of parameters, or has captured them.
 
         Collective: yes, over all groups of the model.
         """
-        free = not self._memory.capture and all(unshard.can_leave() for unshard in self.unshards)
-        return all_agree("can move", free, self._memory.groups, self._options.timeout)
+        memory = self._memory
+        here = (t for t in memory.tenants if t is not None and t.arena.parent is memory.arena)
+        captured = memory.capture or any(tenant.captured for tenant in here)
+        free = not captured and all(unshard.can_leave() for unshard in self.unshards)
+        return all_agree("can move", free, memory.groups, self._options.timeout)
 
     def _vacate(self) -> None:
         """Let all parameters leave the last plan's bytes."""

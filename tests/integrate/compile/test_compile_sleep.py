@@ -136,10 +136,10 @@ def _refused(rank, world):
     asleep = backend.asleep
     kept.clear()
     (shared,) = backend._pool._shared.values()
-    shared._captured = rank == 0  # as where a CUDA graph was captured
+    shared.captured = rank == 0  # as where a CUDA graph was captured
     with pytest.raises(RunError, match="a captured CUDA graph has addresses"):
         backend.sleep()
-    shared._captured = False
+    shared.captured = False
     backend.sleep()
     right = backend.asleep, _same(_step(compiled, 3, rank), _step(layer, 3, rank))
     backend.release()
