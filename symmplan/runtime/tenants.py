@@ -33,7 +33,7 @@ from symmplan.memory.segment import Segment
 from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from symmplan.memory.health import Health
     from symmplan.model import Placement, Plan
@@ -51,8 +51,8 @@ class Tenant(Protocol):
         """Whether it may, which one group for each of its segments is needed for."""
 
     @property
-    def captured(self) -> bool:
-        """Whether a CUDA graph has addresses of where it lies."""
+    def captured(self) -> Sequence[Arena]:
+        """Where it lies, or lay, if CUDA graphs have addresses of that."""
 
     @property
     def align(self) -> int:

@@ -77,7 +77,7 @@ def test_a_replay_may_be_between_any_two_runs(two, program, barriers):
     assert two.run(on_devices, _barriers, program) == [barriers] * 2
 
 
-def _replans(rank, world, captured):
+def _replans(rank, world, captured, outgrown):
     """How often FSDP2 is planned again, of whose tenant CUDA graphs are captured."""
     import torch.distributed as dist
 
@@ -92,6 +92,9 @@ def _replans(rank, world, captured):
         if turn == 4:
             with mock.patch.object(kind, "capture_of", return_value=int(captured)), torch.no_grad():
                 model.blocks[0](torch.ones(tenants.TOKENS, tenants.WIDTH))
+            if outgrown:  # the graphs move, but not what was captured
+                larger = torch.compile(_collective, backend=backend)
+                larger(torch.ones(256, 1024), mesh.get_group().group_name)
         if turn == 5:
             for module in (model.embed, *model.blocks, model.head):
                 if hasattr(module, "set_reshard_after_forward"):
@@ -104,8 +107,8 @@ def _replans(rank, world, captured):
     return there, replans
 
 
-@pytest.mark.parametrize("captured", [False, True])
-def test_fsdp2_is_not_planned_again_where_its_tenant_is_captured(two, captured):
-    for there, replans in two.run(on_devices, _replans, captured):
-        assert there == [True]
+@pytest.mark.parametrize(("captured", "outgrown"), [(False, False), (True, False), (True, True)])
+def test_fsdp2_is_not_planned_again_where_its_tenant_is_captured(two, captured, outgrown):
+    for there, replans in two.run(on_devices, _replans, captured, outgrown):
+        assert there == [not outgrown]
         assert replans == (0 if captured else 1)

@@ -72,7 +72,7 @@ class Shared:
         engines: Names of communicators over which copy engines run collectives in them.
         align: What the segments must begin at a multiple of, in bytes.
         crosses: Whether something in them outlives a run of its graph.
-        captured: Whether CUDA graphs have addresses of them.
+        captured: Of which segments CUDA graphs have addresses: these, or former ones.
         lock: Held while a graph runs in them.
         taken_by: The parts that have inputs in the segments.
     """
@@ -88,15 +88,13 @@ class Shared:
     engines: set[str] = field(init=False, factory=set)
     align: int = field(init=False, default=1)
     crosses: bool = field(init=False, default=False)
-    captured: bool = field(init=False, default=False)
+    captured: list[Arena] = field(init=False, factory=list)
     lock: Any = field(init=False, factory=threading.Lock)
     _unmet: dict[int, tuple[Plan, bool]] = field(init=False, factory=dict)
     _last: Plan | None = field(init=False, default=None)
     _run: Run | None = field(init=False, default=None)
     _stream: tuple[Any, int] = field(init=False, default=(None, 0))
     taken_by: WeakSet[PlannedPart] = field(init=False, factory=WeakSet)
-    # Former segments of which CUDA graphs have addresses.
-    _behind: list[Arena] = field(init=False, factory=list)
 
     def enter(self, part: PlannedPart, args: list[Any]) -> None:
         """Begin a run of a part; some of its inputs may be replaced. See [Note: turns].
@@ -153,7 +151,7 @@ class Shared:
     @property
     def _others(self) -> bool:
         """Whether others may be in them between two runs: tenants, replays of CUDA graphs."""
-        return self.is_tenant or self.captured
+        return self.is_tenant or self.arena in self.captured
 
     @property
     def movable(self) -> bool:
@@ -175,8 +173,8 @@ class Shared:
             if last is not None and last != stream and its_capture == capture:
                 stream.wait_stream(last)
             self._stream = stream, capture
-            if capture and not self.captured:
-                self.captured = True
+            if capture and self.arena not in self.captured:
+                self.captured.append(self.arena)
                 keep(self.arena)
 
     def _meet(self, plan: Plan) -> None:
@@ -208,10 +206,7 @@ class Shared:
         self.crossings.move(arena)
         self._forget_inputs()
         self.progress.remove(old)
-        if self.captured:
-            self._behind.append(old)
-            self.captured = False
-        else:
+        if old not in self.captured:
             old.give_back(together=True)
 
     def _forget_inputs(self) -> None:
@@ -227,7 +222,7 @@ class Shared:
 
     def why_awake(self) -> WhyNot:
         """Why the segments cannot be given back now on this rank; None if they can."""
-        if self.captured:
+        if self.arena in self.captured:
             name, segment = next(iter(self.arena.segments.items()))
             return in_capture("backend", f"segment {name!r} at {segment.address:#x}")
         if self.lock.locked():
@@ -265,9 +260,9 @@ class Shared:
         self.released = True
         self.progress.remove(self.arena)
         synchronize(self.device)
-        for arena in (self.arena, *self._behind):
+        for arena in (self.arena, *self.captured):
             arena.give_back()
-        self._behind.clear()
+        self.captured.clear()
 
 
 def released() -> ReleasedError:

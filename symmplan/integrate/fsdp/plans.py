@@ -232,8 +232,8 @@ class Planning:
         Collective: yes, over all groups of the model.
         """
         memory = self._memory
-        here = (t for t in memory.tenants if t is not None and t.arena.parent is memory.arena)
-        captured = memory.capture or any(tenant.captured for tenant in here)
+        arenas = (arena for t in memory.tenants if t is not None for arena in t.captured)
+        captured = memory.capture or any(arena.parent is memory.arena for arena in arenas)
         free = not captured and all(unshard.can_leave() for unshard in self.unshards)
         return all_agree("can move", free, memory.groups, self._options.timeout)
 
