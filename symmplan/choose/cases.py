@@ -43,7 +43,7 @@ class Case:
         beside: Floating-point operations of the matrix products beside it; None if not known.
         engine: Whether copy engines can run its own op.
         barriers: Whether the program's plan may have barriers for it; see `MEETING`. Only of a
-            `lone_sum` on devices is it known that there are none.
+            `lone_all_reduce` on devices is it known that there are none.
     """
 
     op: str
@@ -69,7 +69,7 @@ class Case:
         ]
 
     @property
-    def lone_sum(self) -> bool:
+    def lone_all_reduce(self) -> bool:
         """Whether it is an all-reduce during which nothing computes."""
         return self.alone and collective_of(self.op) == "all-reduce"
 

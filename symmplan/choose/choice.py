@@ -41,9 +41,9 @@ NO_ROOM = (
 
 #: Algorithms whose times are in this ratio are about as fast.
 ALIKE = 0.97
-#: Seconds that a collective in symmetric memory is taken to cost a program on devices besides, if
-#: its plan has barriers: in front of bytes that are used again the ranks meet, and the later one
-#: holds up the others.
+#: Seconds that a collective in symmetric memory is taken to cost a program on devices besides,
+#: unless the plan is known to have no barriers for it: in front of bytes that are used again the
+#: ranks meet, and the later one holds up the others.
 MEETING = 10e-6
 
 
@@ -115,7 +115,7 @@ def fastest(
             memory are charged `MEETING`.
         kernels: Whether ordinary collectives are kernels on the device that computes.
         beside: Whether anything computes meanwhile.
-        barriers: Whether the program's plan has barriers for it.
+        barriers: Whether the program's plan may have barriers for it.
     """
     inside: tuple[AlgorithmName, ...] = ("symmetric", "two-level")
     algorithms: tuple[AlgorithmName, ...] = (*inside, "ordinary", "push", "copy engine")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from attrs import evolve, field, frozen
 
 from symmplan.choose.choice import DEMOTED
-from symmplan.choose.trials import all_slowest, choice_of, choices_of, chosen_by
+from symmplan.choose.trials import all_slowest, choice_in, choices_of, chosen_by
 from symmplan.choose.tuning_table import ruled
 from symmplan.memory.backends.torch_symm import SPLIT_WORDS
 from symmplan.model import Algorithm
@@ -88,11 +88,6 @@ class Chosen(Generic[_Call]):
         found = self.algorithms.get(call)
         return "symmetric" if found is None or found.name != "two-level" else "two-level"
 
-    def again(self, cases: Mapping[_Call, Case], groups: Mapping[str, Any]) -> Chosen[_Call]:
-        """How they run if other facts hold for the measured cases; without engines."""
-        fixed = {call: how for call, how in self.algorithms.items() if call not in cases}
-        return chosen_among(cases, fixed, "measure", None, "", groups, {}, self.why_demoted)
-
     def algorithm(self, call: _Call, demoted: Mapping[Any, AlgorithmName]) -> Algorithm:
         """The algorithm of a collective after some cases were demoted."""
         instead = demoted.get(self.cases.get(call))
@@ -125,7 +120,10 @@ def chosen_among(
     """
     algorithms, of = dict(fixed), {}
     if choose == "measure":
-        of = {call: _measured(case, groups) for call, case in cases.items()}
+        of = {
+            call: choice_in(case, choices_of(groups[case.group])[case])
+            for call, case in cases.items()
+        }
         algorithms |= {
             call: Algorithm(c.algorithm, c.reason, not (c.placed or c.ruled))
             for call, c in of.items()
@@ -202,11 +200,5 @@ def settle(
 
 def algorithm_of(case: Case, groups: Mapping[str, Any]) -> AlgorithmName:
     """The measured algorithm of a case; ordinary while there is none."""
-    choice = choice_of(case, groups[case.group])
-    return "ordinary" if choice is None else choice.algorithm
-
-
-def _measured(case: Case, groups: Mapping[str, Any]) -> Choice:
-    choice = choice_of(case, groups[case.group])
-    assert choice is not None
-    return choice
+    choice = choices_of(groups[case.group]).get(case)
+    return "ordinary" if choice is None else choice_in(case, choice).algorithm

@@ -68,10 +68,9 @@ def choices_of(group: Any) -> dict[Hashable, Choice]:
     return PROCESS.measured.setdefault(group, {})
 
 
-def choice_of(case: Case, group: Any) -> Choice | None:
-    """The choice of a collective in its program, by what was measured; None if nothing was."""
-    choice = choices_of(group).get(case)
-    if choice is None or case.barriers or choice.ruled:
+def choice_in(case: Case, choice: Choice) -> Choice:
+    """A measured choice in the program of a case, whose plan may have no barriers for it."""
+    if case.barriers or choice.ruled:
         return choice
     algorithm = fastest(choice.seconds, kernels=True, beside=False, barriers=False)
     return evolve(choice, algorithm=algorithm)

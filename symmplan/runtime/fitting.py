@@ -126,34 +126,36 @@ class Fitting:
             return choose_algorithms(cases, *given, memory=memory, gather=gather)
 
         self.chosen = choose(cases)
-        if compiled and self.chosen.of and kind_of(self._device).is_accelerator:
-            there = {name: group for name, group in known.items() if group is not None}
-            self.chosen = choose(self._charged(cases, there))
-            self.__dict__.pop("captured", None)
+        alone = any(case.lone_all_reduce for case in cases.values())
+        if compiled and alone and kind_of(self._device).is_accelerator:
+            self._choose_without_barriers(cases, choose)
 
-    def _charged(
-        self, cases: Mapping[fx.Node, Case], groups: Mapping[str, Any]
-    ) -> Mapping[fx.Node, Case]:
-        """The cases, of which all-reduces are charged with barriers where the plan has any.
+    def _choose_without_barriers(
+        self,
+        cases: Mapping[fx.Node, Case],
+        choose: Callable[[Mapping[fx.Node, Case]], Chosen[fx.Node]],
+    ) -> None:
+        """Choose again; all-reduces are charged with barriers where the plan has any.
 
         In a chain of all-reduces, as of a tensor-parallel decoder, each is a meeting for the bytes
         of the one before. So the choice is made as if there were no barriers, then with those that
-        the plan has over their group. Other collectives, and what overlaps with products, gain too
-        little where they gain less than barriers take.
+        the plan has over their group. All was measured, so nobody is asked. Other collectives, and
+        what overlaps with products, gain too little where they gain less than barriers take.
         """
-        chosen, where = self.chosen, set[str]()
+        charged, where = self.chosen, set[str]()
         while True:
-            charged = {
-                n: evolve(case, barriers=case.group in where or not case.lone_sum)
-                for n, case in cases.items()
-            }
-            self.chosen = chosen.again(charged, groups)
+            self.chosen = choose(
+                {
+                    n: evolve(case, barriers=case.group in where or not case.lone_all_reduce)
+                    for n, case in cases.items()
+                }
+            )
             self.__dict__.pop("captured", None)
-            if self.chosen.algorithms == chosen.algorithms:
-                return charged
+            if self.chosen.algorithms == charged.algorithms:
+                return
             barriers = {b.group for b in plan_problem(self.captured.problem).barriers}
             if barriers <= where:
-                return charged
+                return
             where |= barriers
 
     @cached_property

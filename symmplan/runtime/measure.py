@@ -131,7 +131,7 @@ def _learn(
         ask = {} if all(map(asked, groups.values())) else dict(groups)
     # What may be placed, as if no barrier were charged: the plan is agreed over these.
     kernels = kind_of(device).is_accelerator
-    free = (evolve(case, barriers=not (kernels and case.lone_sum)) for case in program)
+    free = (evolve(case, barriers=not (kernels and case.lone_all_reduce)) for case in program)
     known = {c.group: groups[c.group] for c in free if algorithm_of(c, groups) != "ordinary"}
     together = {**known, **planned, **ask} if program else ask
     if not ask and (not planned or len(together) < 2):
