@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: The methods of a parameter group that its direct form replaces.
 REPLACED = UNSHARD, WAIT, TO_SHARDED = "unshard", "wait_for_unshard", "_to_sharded"
+#: Why they are not replaced where somebody else has.
+OTHERS = "methods of its class were replaced"
 
 
 def has_seam() -> bool:
@@ -40,11 +42,6 @@ def has_torchs_methods(group: Any) -> bool:
 _methods: Callable[[type], tuple[Any, ...]] = attrgetter(*REPLACED)
 #: Whether a parameter's storage is to stay when it is resharded; torch 2.15 or later.
 _is_kept: Callable[[Any], bool] = attrgetter("keep_unsharded_storage")
-
-
-def keeps_storage(group: Any) -> bool:
-    """Whether the storage of some parameter is to stay when it is resharded."""
-    return any(getattr(p, "keep_unsharded_storage", False) for p in group.fsdp_params)
 
 
 class Methods:
@@ -71,11 +68,11 @@ class Methods:
         else:
             before(*args)
 
-    def unchanged(self) -> bool:
-        """Whether the class's methods are those that it had, and no storage is to be kept."""
+    def why_own(self) -> str:
+        """Why FSDP2's own methods must run after what the program did; empty if they need not."""
         if self._can_keep and any(map(_is_kept, self._group.fsdp_params)):
-            return False
-        return _methods(type(self._group)) == self._of_class
+            return "it keeps its unsharded storage"
+        return "" if _methods(type(self._group)) == self._of_class else OTHERS
 
     def put_back(self) -> None:
         """Give FSDP2 its own methods back."""

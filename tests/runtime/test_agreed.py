@@ -108,7 +108,7 @@ AGREED = {
         _device.is_accelerator fsdp2_in_place.gather_streams executor.serves Memory._device
         Pushes._stream tensor.is_cpu
     """,
-    "methods and modes that the program gave FSDP2": "_methods.unchanged",
+    "methods and modes that the program gave FSDP2": "_methods.why_own",
 }
 #: What tensors and their types have, whoever holds them.
 OF_TENSORS = {"dtype", "element_size", "itemsize", "numel", "shape", "view"}

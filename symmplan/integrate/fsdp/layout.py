@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["NO_SEAM", "Asked", "Gathered", "Layout", "layout_of", "shards_of", "why_flat"]
+__all__ = ["NO_SEAM", "Asked", "Gathered", "Layout", "layout_of", "shards_of"]
 
 #: Why a group has no layout where torch has other methods.
 NO_SEAM = "this torch's FSDP2 lacks what is replaced"
-#: Why it has none where somebody else was first.
-_OTHERS = "methods of its class were replaced"
 
 #: Alignment in bytes of a parameter in its placement, which is what kernels expect of torch's.
 _ALIGN = 512
@@ -153,11 +151,6 @@ def shards_of(group: Any, layout: Layout, site: str) -> list[torch.Tensor]:
     return found
 
 
-def why_flat(group: Any) -> str:
-    """Why the gathers of a group are FSDP2's own, where something about it has changed."""
-    return "it keeps its unsharded storage" if fsdp2_in_place.keeps_storage(group) else _OTHERS
-
-
 def layout_of(group: Any, methods: fsdp2_in_place.Methods) -> Layout | str | None:
     """The layout of a parameter group; or why it has none.
 
@@ -167,8 +160,10 @@ def layout_of(group: Any, methods: fsdp2_in_place.Methods) -> Layout | str | Non
         group: FSDP2's, after its lazy initialization.
         methods: What replaces its methods.
     """
-    if not (methods.unchanged() and fsdp2_in_place.has_torchs_methods(group)):
-        return why_flat(group)
+    if reason := methods.why_own():
+        return reason
+    if not fsdp2_in_place.has_torchs_methods(group):
+        return fsdp2_in_place.OTHERS
     parameters = list(group.fsdp_params)
     if not fsdp2.shards(group):  # others have no gathers, and raise if asked for a group
         return "its parameters are not sharded"

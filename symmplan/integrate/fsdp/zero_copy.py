@@ -38,7 +38,7 @@ import torch
 
 from symmplan.coordination.all_gather import everywhere
 from symmplan.device import device_of
-from symmplan.integrate.fsdp.layout import Asked, Gathered, Layout, layout_of, shards_of, why_flat
+from symmplan.integrate.fsdp.layout import Asked, Gathered, Layout, layout_of, shards_of
 from symmplan.memory.streams import synchronize
 from symmplan.process import PROCESS
 from symmplan.runtime.leases import Lease, set_aside
@@ -122,11 +122,11 @@ class ZeroCopyUnshard:
         state, result = fsdp2_in_place.state_name(group), fsdp2_in_place.result_of(group)
         there = self.has_bytes or (state == "PRE_BACKWARD" and not group.unshard_in_backward)
         backward = autograd.graph_task() != autograd.NO_TASK
-        changed = self.storage is not None and not there and not self._methods.unchanged()
-        if changed and not backward:
+        reason = self._methods.why_own() if self.storage is not None and not there else ""
+        if reason and not backward:
             over, timeout = fsdp2_in_place.group_of(group), self._runtime.options.timeout
             if everywhere("room", [self.can_leave()], over, timeout)[0]:
-                self.leave()
+                self.leave(reason)
         if self.layout is None:
             self._methods.call_own(fsdp2_in_place.UNSHARD, async_op)
             return
@@ -273,13 +273,13 @@ class ZeroCopyUnshard:
         self._drop()
         return True
 
-    def leave(self) -> None:
-        """FSDP2's own gathers from now on: its methods, or what it keeps, have changed."""
+    def leave(self, reason: str) -> None:
+        """FSDP2's own gathers from now on."""
         self.vacate()
         self.layout = None
         planning = self._runtime.planning
         planning.layouts.pop(self.site, None)
-        planning.flat[self.site] = why_flat(self._group)
+        planning.flat[self.site] = reason
 
     def vacate(self) -> None:
         """The parameters have memory of their own until the next plan."""
