@@ -19,6 +19,13 @@
     On a device that is nearly full the allocator gives back its cache to go on, whatever the
     program does. There replays in as many bytes as there are, and in fewer, say whether later steps
     fit, and how often the allocator retries.
+
+[Note: blocks of gradients]
+    FSDP2 allocates sharded gradients on the stream that reduces, and torch's allocator keeps blocks
+    of streams apart: what gradients had is idle in forward. On the program's stream their blocks
+    are for activations then. But a part of such a block may be in use when the allocator gives back
+    its cache. So gradients that are pushed move there where replays say that the allocator needs no
+    more of the device with them, and retries no more often.
 """
 
 from __future__ import annotations
@@ -73,6 +80,7 @@ class Reserved:
     _flat: dict[int, int] = field(factory=dict, init=False)
     _parameters: dict[int, int] = field(factory=dict, init=False)
     _gradients: dict[int, list[int]] = field(factory=dict, init=False)
+    _sums: dict[int, tuple[int, Hashable]] = field(factory=dict, init=False)
     _numbers: dict[int, Hashable] = field(factory=dict, init=False)
     _first: list[tuple[Allocation, bool]] = field(factory=list, init=False)
     _second: list[tuple[Allocation, bool]] = field(factory=list, init=False)
@@ -87,16 +95,19 @@ class Reserved:
         self._numbers = {number: block for block, number in before.items()}
         self._first, self._second = _two_steps(self._allocations, before)
         size = {change.number: change.nbytes for change in self._allocations if change.nbytes}
-        self._assign(size)
+        self._assign(size, {change.number: change.stream for change in self._allocations})
         self._find_gradients(self._first, size)
         calls = len(self._recording.collectives)
         self._ordinary = ["ordinary"] * calls
         self._without = self._replayed(["symmetric"] * calls)
         self.replaced = self._replayed(self._ordinary) - self._without
 
-    def _assign(self, size: Mapping[int, int]) -> None:
-        """By their numbers, which allocations are buffers and parameters of which collective."""
-        for new, begun, filled in self._own(size):
+    def _assign(self, size: Mapping[int, int], streams: Mapping[int, Hashable]) -> None:
+        """By their numbers, which allocations are buffers and parameters of which collective.
+
+        And which are sharded gradients: the last that a reduction allocates on another stream.
+        """
+        for new, begun, filled, then in self._own(size):
             for index in begun:
                 nbytes = self._recording.collectives[index].nbytes
                 number = next((n for n, there in new.items() if there == nbytes), None)
@@ -105,6 +116,9 @@ class Reserved:
                 else:
                     self._flat[number] = index
                     del new[number]
+                    if self._recording.collectives[index].key.kind == "reduce_scatter":
+                        sums = [n for n in then if streams[n] != streams[number]]
+                        self._sums.update((n, (index, streams[number])) for n in sums[-1:])
             for index in filled:
                 site = self._recording.collectives[index].key.site
                 left = self._unsharded.get(site, 0)
@@ -134,12 +148,13 @@ class Reserved:
 
     def _own(
         self, size: Mapping[int, int]
-    ) -> Iterator[tuple[dict[int, int], list[int], list[int]]]:
+    ) -> Iterator[tuple[dict[int, int], list[int], list[int], list[int]]]:
         """What FSDP2 alone allocated.
 
         Yields:
             ``{number of an allocation: bytes}``, the collectives of which it allocated the buffer
-            meanwhile, and the gathers of which it allocated parameters.
+            meanwhile, and the gathers of which it allocated parameters; and the numbers of what was
+            allocated then, until the next look.
         """
         recording = self._recording
         filled: dict[int, list[int]] = {}
@@ -153,7 +168,10 @@ class Reserved:
                 new = range(before - first + 1, look.allocations - first + 1)
                 begun = [i for what, i in recording.events[done : look.events] if what == "begin"]
                 found = {n: size[n] for n in new if n in size}
-                yield found, begun, [] if begun else filled.pop(look.events, [])
+                following = recording.moments[number + 1 : number + 2]
+                end = following[0].allocations if following else look.allocations
+                then = [n for n in range(new.stop, end - first + 1) if n in size]
+                yield found, begun, [] if begun else filled.pop(look.events, []), then
             done, before = look.events, look.allocations
 
     def more(self, algorithms: Sequence[AlgorithmName]) -> int:
@@ -199,13 +217,43 @@ class Reserved:
                 plain, planned = plain + without, planned + within
         return plain > 0, planned <= plain
 
-    def retries(self, algorithms: Sequence[AlgorithmName], limit: int, *, plan: int = 0) -> float:
+    def gradients_move(
+        self, algorithms: Sequence[AlgorithmName], limit: int, left: int, *, plan: int
+    ) -> bool:
+        """Whether gradients that are pushed are to be allocated on the program's stream.
+
+        See [Note: blocks of gradients]. Arguments are as for `goes_on`.
+        """
+        pushed = {i for i, name in enumerate(algorithms) if name in PUSHES}
+        freed = {change.number for change, begins in self._second if not begins}
+        if not any(n in freed and index in pushed for n, (index, _) in self._sums.items()):
+            return False
+        if self._replayed(algorithms, moved=True) > self._replayed(algorithms):
+            return False
+        for number in range(2 * _TRIED, -1, -1):
+            tried = limit - number * left // _TRIED
+            moved = self.retries(algorithms, tried, plan=plan, moved=True)
+            if moved == 0:
+                break
+            if moved > self.retries(algorithms, tried, plan=plan):
+                return False
+        return moved < math.inf
+
+    def retries(
+        self,
+        algorithms: Sequence[AlgorithmName],
+        limit: int,
+        *,
+        plan: int = 0,
+        moved: bool = False,
+    ) -> float:
         """How often the allocator gives back its cache to go on, in some steps after the second.
 
         Args:
             algorithms: As for `more`; in the first step all are ordinary.
             limit: Bytes that the driver has for it and for the plan.
             plan: Those that the plan takes after the first step.
+            moved: Whether the gradients of later steps that are pushed are on the program's stream.
 
         Returns:
             Infinity if the steps do not fit.
@@ -216,19 +264,19 @@ class Reserved:
             if allocator.reserved > limit - plan:
                 return math.inf
             allocator.limit = limit - plan
-            self._replay(allocator, blocks, self._second, algorithms)
+            self._replay(allocator, blocks, self._second, algorithms, moved=moved)
             before = allocator.retries
             for _ in range(_STEPS):
-                self._replay(allocator, blocks, self._second, algorithms)
+                self._replay(allocator, blocks, self._second, algorithms, moved=moved)
         except MemoryError:
             return math.inf
         return allocator.retries - before
 
-    def _replayed(self, algorithms: Sequence[AlgorithmName]) -> int:
+    def _replayed(self, algorithms: Sequence[AlgorithmName], *, moved: bool = False) -> int:
         """Bytes that the allocator has in a second step that runs so; the first is ordinary."""
         allocator = CachingAllocator()
         blocks = self._recorded(allocator, algorithms)
-        self._replay(allocator, blocks, self._second, algorithms)
+        self._replay(allocator, blocks, self._second, algorithms, moved=moved)
         return allocator.reserved
 
     def _recorded(
@@ -251,6 +299,8 @@ class Reserved:
         blocks: dict[int, CachedBlock],
         events: Sequence[tuple[Allocation, bool]],
         algorithms: Sequence[AlgorithmName],
+        *,
+        moved: bool = False,
     ) -> None:
         pushed = {n for n, index in self._flat.items() if algorithms[index] in PUSHES}
         kept = {gradient for n in pushed for gradient in self._gradients.get(n, ())}
@@ -270,8 +320,12 @@ class Reserved:
             elif number in self._flat:
                 index = self._flat[number]
                 nbytes = nbytes if algorithms[index] == "ordinary" else 0
+            stream = change.stream
+            if moved and number in self._sums:
+                index, programs = self._sums[number]
+                stream = programs if algorithms[index] in PUSHES else stream
             if nbytes:
-                blocks[number] = allocator.take(nbytes, change.stream)
+                blocks[number] = allocator.take(nbytes, stream)
 
 
 def _two_steps(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import operator
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +106,8 @@ def keep_after_forward(group: Any) -> Callable[[], None]:
 # Of parameters; each reduction asks for all, and so makes no Python calls.
 _own_dtype, _sharded_parameter = attrgetter("sharded_grad_dtype"), attrgetter("sharded_param")
 _requires_grad, _grad_dtype = attrgetter("requires_grad"), attrgetter("grad_dtype")
+_offloads, _gradient = attrgetter("offload_to_cpu"), attrgetter("sharded_param.grad")
+_hooks = attrgetter("sharded_param._post_accumulate_grad_hooks")
 
 
 def dtype_of_gradients(group: Any) -> Any:
@@ -127,6 +131,25 @@ def dtype_of_gradients(group: Any) -> Any:
     weights = list(filter(_requires_grad, map(_sharded_parameter, parameters)))
     asked = set(map(_grad_dtype, weights)) if weights and hasattr(weights[0], "grad_dtype") else ()
     return dtype if {dtype}.issuperset(asked) else None
+
+
+def become_gradients(group: Any) -> bool:
+    """Whether what is reduced next becomes sharded gradients that live until backward is over."""
+    parameters, state = group.fsdp_params, getattr(group.modules[0], "_get_fsdp_state", None)
+    context = None if state is None else getattr(state(), "_state_ctx", None)
+    return (
+        getattr(context, "is_last_backward", False)
+        # In newer torch (2.15) the program may say when backward is over.
+        and not getattr(context, "manual_backward_finalization", False)
+        and not any(map(_offloads, parameters))
+        and not any(map(_hooks, parameters))
+        and not has_gradients(group)
+    )
+
+
+def has_gradients(group: Any) -> bool:
+    """Whether some sharded parameter of a group has a gradient."""
+    return any(map(operator.is_not, map(_gradient, group.fsdp_params), itertools.repeat(None)))
 
 
 def gradients_at(group: Any, numel: int, dtype: Any) -> Any:

@@ -36,10 +36,13 @@ class _Program:
         layers: Its layers.
         algorithms: How each of its collectives runs; others are ordinary.
         had: Bytes of tensors that are there from the beginning on, of which every other is freed.
+
+    Attributes:
+        moved: Whether sharded gradients of what is pushed are allocated on the program's stream.
     """
 
     def __init__(self, layers, algorithms=(), had=()):
-        self.layers, self.algorithms = layers, algorithms
+        self.layers, self.algorithms, self.moved = layers, algorithms, False
         self.allocator, self.recording = CachingAllocator(), Recording()
         self.history, self.made, self.live, self.number = [], 0, {}, 0
         for index, nbytes in enumerate(had):
@@ -87,10 +90,14 @@ class _Program:
         self.drop(("flat", index))
 
     def reduce(self, layer, nbytes):
-        index, name = self.begin("reduce_scatter", layer, nbytes, "reductions", backward=True)
+        index, name = self.begin("reduce_scatter", layer, nbytes, "main", backward=True)
         if name not in PUSHES:
             self.drop(("gradient", layer))
         self.recording.run(index, "g")
+        self.take("sum", nbytes // 4, "reductions")
+        moved = self.moved and name in PUSHES
+        self.take(("shard", layer), nbytes // 2, "main" if moved else "reductions")
+        self.drop("sum")
         self.look()
         return index
 
@@ -115,6 +122,8 @@ class _Program:
             self.over(before)
             before = layer, index
         self.over(before)
+        for layer in range(len(self.layers)):
+            self.drop(("shard", layer))
         self.look()
 
     def over(self, reduction):
@@ -149,12 +158,12 @@ def test_a_replay_has_what_the_program_would_have(layers, data, had):
     calls = recorded.recording.collectives
     chosen = _chosen(data, calls)
 
-    def has(algorithms):
+    def has(algorithms, *, moved=False):
         program = _Program(layers, (), had)
         program.step()
         if {*algorithms} != {"ordinary"}:
             program.allocator.empty()
-        program.algorithms, program.recording = algorithms, Recording()
+        program.algorithms, program.recording, program.moved = algorithms, Recording(), moved
         program.step()
         return program.allocator.reserved
 
@@ -162,10 +171,17 @@ def test_a_replay_has_what_the_program_would_have(layers, data, had):
     assert reserved.replaced == all_ - without
     assert reserved.more(chosen) == has(chosen) - without
     assert reserved.more(["ordinary"] * len(calls)) == reserved.replaced
+    assert reserved._replayed(chosen, moved=True) == has(chosen, moved=True)
 
 
-@given(layers, st.data(), st.lists(st.integers(1, 30 * MIB), max_size=6), st.integers(0, 80))
-def test_a_replay_retries_as_often_as_the_program_would(layers, data, had, short):
+@given(
+    layers,
+    st.data(),
+    st.lists(st.integers(1, 30 * MIB), max_size=6),
+    st.integers(0, 80),
+    st.booleans(),
+)
+def test_a_replay_retries_as_often_as_the_program_would(layers, data, had, short, moved):
     """In its first step all is ordinary, and then its collectives run so."""
     reserved, recorded = _reserved(layers, had)
     chosen = _chosen(data, recorded.recording.collectives)
@@ -177,6 +193,7 @@ def test_a_replay_retries_as_often_as_the_program_would(layers, data, had, short
         program.allocator.limit = limit
         for number, algorithms in enumerate(((), chosen, chosen, chosen, chosen)):
             program.algorithms, program.recording = algorithms, Recording()
+            program.moved = moved and number > 0
             program.step()
             if number == 0:
                 if {*chosen} != {"ordinary"}:
@@ -189,9 +206,65 @@ def test_a_replay_retries_as_often_as_the_program_would(layers, data, had, short
         return program.allocator.retries - before
 
     try:
-        assert reserved.retries(chosen, limit, plan=plan) == retries()
+        found = retries()
     except MemoryError:
-        assert reserved.retries(chosen, limit, plan=plan) == math.inf
+        found = math.inf
+    assert reserved.retries(chosen, limit, plan=plan, moved=moved) == found
+
+
+def _moves(said, chosen="push", reserved_moved=1):
+    """What `gradients_move` finds by retries, moved or not, on the devices of 9 sizes."""
+    reserved, recorded = _reserved([(20, 10, 0), (20, 10, 0)])
+    of = {"all_gather": "symmetric", "reduce_scatter": chosen}
+    algorithms = [of[call.key.kind] for call in recorded.recording.collectives]
+
+    def retries(_, algorithms, limit, *, plan, moved=False):
+        return said[moved]((100 - limit) // 10)
+
+    def replayed(_, algorithms, *, moved=False):
+        return reserved_moved if moved else 1
+
+    with (
+        mock.patch.object(Reserved, "retries", retries),
+        mock.patch.object(Reserved, "_replayed", replayed),
+    ):
+        return reserved.gradients_move(algorithms, 100, 40, plan=1)
+
+
+@pytest.mark.parametrize(
+    ("moved", "alone", "found"),
+    [
+        (lambda n: 0, lambda n: 0, True),
+        (lambda n: 0, lambda n: 6, True),
+        (lambda n: 6, lambda n: 6, True),
+        (lambda n: n, lambda n: 4, False),
+        (lambda n: math.inf if n > 7 else 0, lambda n: 4, False),
+        (lambda n: math.inf if n > 7 else 0, lambda n: math.inf if n > 7 else 4, True),
+        (lambda n: math.inf, lambda n: math.inf, False),
+    ],
+)
+def test_gradients_move_where_the_allocator_retries_no_more_often(moved, alone, found):
+    assert _moves({True: moved, False: alone}) is found
+    assert not _moves({True: moved, False: alone}, chosen="copy engine")
+
+
+def test_gradients_stay_where_the_allocator_needs_more_with_them():
+    """As where parts of their blocks are in use when they are allocated."""
+    assert not _moves({True: lambda _: 0, False: lambda _: 0}, reserved_moved=2)
+
+
+def test_gradients_that_stay_after_the_step_are_not_moved():
+    """It is not known then whether there are any in the next forward pass."""
+    with mock.patch.object(_Program, "drop", _but_shards(_Program.drop)):
+        assert not _moves({True: lambda _: 0, False: lambda _: 0})
+
+
+def _but_shards(drop):
+    def but_shards(program, name):
+        if name[0] != "shard":
+            drop(program, name)
+
+    return but_shards
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from fsdp_models import mesh as mesh_of
 from ranks import RankPool, pool_of
 
 import symmplan
+from symmplan.integrate.fsdp.program_usage import ProgramUsage
 
 pytestmark = pytest.mark.ranks
 
@@ -73,7 +74,8 @@ def _without(rank, world, choose, left_out):
     def build():
         return shard(Net(3), mesh=mesh_of(world))
 
-    with installed(races=True), mock.patch.object(Stream, "wait_event", wait):
+    move = mock.patch.object(ProgramUsage, "gradients_move", return_value=True)
+    with installed(races=True), move, mock.patch.object(Stream, "wait_event", wait):
         found = both(build, _train, rank, memory="nccl", choose=choose)
         assert state().refused == []
         races = len(state().races)

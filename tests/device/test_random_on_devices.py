@@ -7,6 +7,7 @@ and compiled, over NCCL's memory.
 from __future__ import annotations
 
 import sys
+from unittest import mock
 
 import pytest
 from doubles import installed, state
@@ -17,6 +18,8 @@ from hypothesis import strategies as st
 from one_sided_programs import one_sided_programs
 from paths import TESTS
 from ranks import pool_of
+
+from symmplan.integrate.fsdp.program_usage import ProgramUsage
 
 sys.path.append(str(TESTS / "runtime"))
 import test_right_numbers as numbers
@@ -29,12 +32,13 @@ pair = pool_of(2, setup=numbers._setup, timeout=120.0)
 
 @pytest.mark.parametrize("seed", range(12))
 def test_models(two, seed):
-    results = two.run(_compared, drawn(seed, ranks=2))
+    results = two.run(_compared, drawn(seed, ranks=2), seed % 2 == 1)
     assert not verdict(results)
 
 
-def _compared(rank, world, program):
-    with installed(races=True):
+def _compared(rank, world, program, moved):
+    move = mock.patch.object(ProgramUsage, "gradients_move", return_value=moved)
+    with move, installed(races=True):
         found = compared(rank, world, program)
         assert not state().memory.used, "torch's symmetric memory is the program's"
         assert state().races == []

@@ -150,7 +150,14 @@ LOCAL = {
         "push": "a rank that pushes nothing meets its peers as they do",
     },
     "new_empty": {"otherwise": "the same"},
-    "dtype_of_gradients": {"allocate": "the type in which sums are written"},
+    "dtype_of_gradients": dict.fromkeys(
+        ("allocate", "_allocate_output"), "the type in which sums are written"
+    ),
+    "gradients_move": {"allocate": "on which stream ordinary memory is allocated"},
+    "become_gradients": {"_allocate_output": "the same"},
+    "output": {"allocate": "the same"},
+    "moves": {"_turn": "the same"},
+    "Runtime.counts": dict.fromkeys(("open", "runs_plainly"), "what came out of order is counted"),
     "checking": {"runs_plainly": "the same collective, observed or not"},
     "PROCESS.launched": dict.fromkeys(("open", "_fill"), "the same"),
     "looks": dict.fromkeys(("arrive", "open", "to_sharded"), "writes down what the device has"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from symmplan.capture.fsdp_recording import Key
 from symmplan.coordination.own import own_work
 from symmplan.integrate.fsdp.ops import gathers, scatters
-from symmplan.torch_private import autograd, fsdp2
+from symmplan.torch_private import autograd, fsdp2, fsdp2_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -139,6 +139,15 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
 
     Its output becomes the sharded gradient, which lives until ``zero_grad``: ordinary memory.
 
+    [Note: the stream of gradients]
+        FSDP2 allocates the output on the stream that reduces. The program's stream has a use for
+        its blocks, see [Note: blocks of gradients] in `symmplan.capture.fsdp_reserved`. So where
+        sums become gradients as they are, the output is allocated with the input: on the program's
+        stream, before FSDP2's stream waits for that. The program's waits for the sums before
+        gradients are used and freed. The output is allocated as FSDP2 does where they may be freed
+        before: by hooks behind their accumulation, by offloading, or in a backward pass that is not
+        the last one.
+
     Args:
         runtime: Of the model.
         site: Name of the module in the model.
@@ -173,9 +182,22 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
                 dtype = final or dtype
             if self._added is not None:
                 return self._added
-            output: torch.Tensor = self._plain.allocate(size, dtype=dtype, device=device)
-            return output
-        return super().allocate(size, dtype=dtype, device=device)
+            output, slot.output = slot.output, None
+            if output is not None and (output.dtype, output.shape) == (dtype, (*size,)):
+                return output
+            return self._plain.allocate(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
+        buffer = super().allocate(size, dtype=dtype, device=device)
+        if self._runtime.gradients_move:
+            self._allocate_output(buffer)
+        return buffer
+
+    def _allocate_output(self, buffer: torch.Tensor) -> None:
+        """See [Note: the stream of gradients]."""
+        slot, group = self._slot, self._group
+        final = fsdp2.dtype_of_gradients(group)
+        if slot is not None and slot.pushed and final is not None and fsdp2.become_gradients(group):
+            size = (buffer.numel() // fsdp2_in_place.group_of(group).size(),)
+            slot.output = self._plain.allocate(size, dtype=final, device=buffer.device)
 
     def __call__(
         self,

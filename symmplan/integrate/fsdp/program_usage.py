@@ -185,6 +185,26 @@ class ProgramUsage:
         empty, all_fit = least("full devices", said, groups, self._timeout)
         return not empty, all_fit > 0
 
+    def gradients_move(
+        self, nbytes: int, algorithms: Sequence[AlgorithmName], device: torch.device
+    ) -> bool:
+        """Whether this rank's gradients are to be allocated on the program's stream.
+
+        See [Note: blocks of gradients] in `symmplan.capture.fsdp_reserved`.
+
+        Args:
+            nbytes: Bytes of the plan, which has its segments.
+            algorithms: As for `Reserved.more`.
+            device: The device.
+
+        Collective: no.
+        """
+        there = device_memory(device)
+        if self._reserved is None or there is None:
+            return False
+        most = there.free + there.reserved + nbytes
+        return self._reserved.gradients_move(algorithms, most, LEFT, plan=nbytes)
+
     def end(self) -> None:
         """Nobody plans the program. Collective: no."""
         self._allocations.end()

@@ -103,7 +103,7 @@ class StepRecorder:
             log, index = self.begin(key, key.nbytes, outside=outside)
         if log is not None:
             log.run(index, group)
-            self.ran(key.site, log, index)
+            self._last[key.site] = log, index
 
     def last(self, site: str) -> tuple[Recording | None, int]:
         """The recording of a module's last all-gather, None if it was released, and its index."""

@@ -19,6 +19,7 @@ from symmplan.model import PUSHES
 from symmplan.place.expected import Expected
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Sequence
 
     from symmplan.capture.fsdp import Planned
@@ -92,29 +93,30 @@ class Schedule:
             self._bounds += [(begin, begin + len(stretch))] * len(stretch)
         self._next = self._bounds[-1][0]
 
-    def follow(self, key: Key) -> tuple[ScheduledCollective | None, bool]:
+    def follow(self, key: Key, counts: Counter[str]) -> ScheduledCollective | None:
         """The plan's entry for the program's next collective.
 
         Args:
             key: The collective.
+            counts: Where it is ``reordered`` if it came out of order.
 
         Returns:
-            The entry, or None if the plan does not know the collective; and whether it came in
-            order. Out of order, the next such collective of this stretch is taken, otherwise one of
-            the plan. See [Note: one answer on all ranks].
+            None if the plan does not know the collective. Out of order, the next such collective of
+            this stretch is taken, otherwise one of the plan. See [Note: one answer on all ranks].
         """
         places = self._places.get(key)
         if places is None:
-            return None, False
+            return None
         begin, end = self._bounds[self._next]
         inside = [p for p in places if begin <= p < end] if len(places) > 1 else ()
         places = list(inside) or places
         at = bisect_left(places, self._next)
         index = places[at] if at < len(places) else places[0]
-        in_order = index == self._next
+        if index != self._next:
+            counts["reordered"] += 1
         begin, end = self._bounds[index]
         self._next = index + 1 if index + 1 < end else begin
-        return self.collectives[index], in_order
+        return self.collectives[index]
 
     def expected(
         self, key: Key, memory: str, scheduled: ScheduledCollective | None = None

@@ -66,6 +66,8 @@ class Runtime:
         executor: Runs the collectives.
         recorder: Records what the program does.
         idle: Whether FSDP2 runs as without a plan; see [Note: a plan that places nothing].
+        gradients_move: Whether sharded gradients are to be allocated on the program's stream; see
+            [Note: blocks of gradients] in `symmplan.capture.fsdp_reserved`. Ranks may differ.
         asleep: Whether the plan's memory was given back until the next collective.
     """
 
@@ -86,6 +88,7 @@ class Runtime:
         self._arrived: Key | None = None
         self._ends = StepEnds()
         self._outside = False
+        self.gradients_move = False
         self._lacking = Lacking()
         self._tries = 0
         PROCESS.watchers.add(self)
@@ -120,7 +123,8 @@ class Runtime:
         if self._arrived != key:
             self.arrive(key, device)
         self._arrived = None
-        scheduled = self._follow(key)
+        known = self.schedule
+        scheduled = None if known is None else known.follow(key, self.counts)
         place = None if scheduled is None or not self.executor.serves else scheduled.place
         lease = send = shared = None
         if place is None or scheduled is None or scheduled.zero_copy:
@@ -180,7 +184,8 @@ class Runtime:
         if not self.idle or checking():
             return False
         self._arrived = None
-        scheduled = self._follow(key)
+        assert self.schedule is not None
+        scheduled = self.schedule.follow(key, self.counts)
         if scheduled is None:
             self._lacking.note(reasons.NOT_PLANNED, key)
         why = reasons.NOT_PLANNED if scheduled is None else scheduled.algorithm.reason
@@ -203,7 +208,8 @@ class Runtime:
         for site in others:
             self._lacking.note(reasons.CROWDED, unshard.site, site)
         self._unsharded[unshard.site] = unshard
-        self._follow(key)
+        if self.schedule is not None:
+            self.schedule.follow(key, self.counts)
         self._ends.ran(key)
         self.counts["served"] += 1
         self.recorder.gathered(key, unshard.group, outside=outside)
@@ -243,14 +249,6 @@ class Runtime:
             if there and other.has_bytes:
                 found.append(other.site)
         return found
-
-    def _follow(self, key: Key) -> ScheduledCollective | None:
-        if self.schedule is None:
-            return None
-        scheduled, in_order = self.schedule.follow(key)
-        if scheduled is not None and not in_order:
-            self.counts["reordered"] += 1
-        return scheduled
 
     def expected(self, key: Key, scheduled: ScheduledCollective | None = None) -> Expected | None:
         """How a collective is to run; None if it is not planned."""
@@ -386,6 +384,8 @@ class Runtime:
             self.begin_stretch()
         self._lacking.begin()
         self._ends.backward = False
+        unshards = self.planning.unshards
+        self.gradients_move = self.planning.moves and not any(u.has_gradients for u in unshards)
 
     def begin_stretch(self) -> None:
         """Record what comes, unless nothing is placed. See [Note: a plan that places nothing]."""

@@ -48,6 +48,7 @@ class Slot:
             because the plan has no room for them.
         pushing: The gradients that are being pushed. FSDP2 drops the buffer when its stream waits
             for the end of the reduction, so their memory is free then.
+        output: For the sums, where that is allocated before FSDP2 asks for it.
     """
 
     key: Key
@@ -66,6 +67,7 @@ class Slot:
     hold: Callable[..., None] | None = None
     flat: torch.Tensor | None = None
     pushing: tuple[torch.Tensor, ...] = ()
+    output: torch.Tensor | None = None
 
     def accept(
         self, gradients: Sequence[torch.Tensor], buffer: torch.Tensor

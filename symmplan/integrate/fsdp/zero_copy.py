@@ -235,6 +235,11 @@ class ZeroCopyUnshard:
         return not (result is None or isinstance(result, Asked))
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether some parameter has a sharded gradient."""
+        return fsdp2.has_gradients(self._group)
+
+    @property
     def asked(self) -> Asked | None:
         """A gather that was put off, and that FSDP2 has not forgotten since."""
         result = fsdp2_in_place.result_of(self._group)

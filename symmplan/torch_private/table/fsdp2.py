@@ -97,6 +97,7 @@ FSDP_SUMS = _fsdp(
         *names(_PARAMETER, "_init_sharded_param contiguous_sharded_stride"),
         *names(_PARAMETER, "padded_sharded_param_size sharded_size to_sharded_dtensor"),
         *names("torch", "Tensor._post_accumulate_grad_hooks"),
+        *names(_STATE, "_state_ctx"),
     ),
     undone="when FSDP2 has taken the gradient",
 )

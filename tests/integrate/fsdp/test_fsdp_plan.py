@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections import Counter
 
 import attrs
 import pytest
@@ -191,10 +192,13 @@ def schedule(*stretches):
 
 def follow(made, sites):
     """Index of each site's collective (None: unknown), and whether all came in order."""
-    found = [made.follow(key(site)) for site in sites]
-    return [None if s is None else made.collectives.index(s) for s, _ in found], [
-        o for _, o in found
-    ]
+    found, in_order = [], []
+    for site in sites:
+        counts = Counter()
+        scheduled = made.follow(key(site), counts)
+        found.append(None if scheduled is None else made.collectives.index(scheduled))
+        in_order.append(scheduled is not None and not counts["reordered"])
+    return found, in_order
 
 
 def test_a_schedule_is_followed_again_and_again():
@@ -231,9 +235,10 @@ def test_a_schedule_is_a_function_of_the_sequence(stretches, sites):
     one, other = schedule(*stretches), schedule(*stretches)
     known = set("".join(stretches))
     for site in sites:
-        scheduled, in_order = one.follow(key(site))
-        scheduled_there, in_order_there = other.follow(key(site))
-        assert in_order == in_order_there
+        counts, counts_there = Counter(), Counter()
+        scheduled = one.follow(key(site), counts)
+        scheduled_there = other.follow(key(site), counts_there)
+        assert counts == counts_there
         assert (scheduled is None) == (scheduled_there is None) == (site not in known)
         if scheduled is not None:
             assert scheduled.call == scheduled_there.call
@@ -245,7 +250,7 @@ def test_what_is_left_out_has_no_place():
     call = Call(key("a"), 256, "world")
     plan, _ = solve(record("+b", "b", "-b"))
     made = Schedule(plan, [[Planned(call, None, algorithm=Algorithm("ordinary", "slow"))]])
-    scheduled, _ = made.follow(call.key)
+    scheduled = made.follow(call.key, Counter())
     assert scheduled.place is None
     assert scheduled.algorithm.reason == "slow"
 
