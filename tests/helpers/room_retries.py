@@ -4,8 +4,9 @@
 
 For each room, in GiB, the retries of three steps of 12 layers of Llama 3 8B with 4,096 tokens and a
 vocabulary of 32,768: of FSDP2, of the plan in which all pushes have slots of their own, of one in
-which some have, and of the one in which all share bytes with gathers. And whether the last is used
-there. `symmplan bench fsdp --room` counts them on devices.
+which some have, and of the one in which all share bytes with gathers; of this one also with
+gradients on the program's stream. And whether the last plan is used there, and whether gradients
+move. `symmplan bench fsdp --room` counts them on devices.
 """
 
 from __future__ import annotations
@@ -60,18 +61,21 @@ def rows(rooms):
         row = {"room": room, "FSDP2": reserved.retries(["ordinary"] * len(placed), limit)}
         for name, (taken, known) in plans.items():
             row[name] = known.retries(placed, limit, plan=taken + OURS)
-        yield row | {"used": reserved.goes_on(placed, limit, LEFT, plan=nbytes + OURS)[1]}
+        given = placed, limit
+        row["moved"] = reserved.retries(*given, plan=nbytes + OURS, moved=True)
+        row["used"] = reserved.goes_on(*given, LEFT, plan=nbytes + OURS)[1]
+        yield row | {"moves": reserved.gradients_move(*given, LEFT, plan=nbytes + OURS)}
 
 
 def main():
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("rooms", nargs="+", type=float, metavar="GIB")
-    lines = [("GiB free", "FSDP2", *PLANS, "used")]
+    lines = [("GiB free", "FSDP2", *PLANS, "moved", "used", "moves")]
     for row in rows(parser.parse_args().rooms):
-        *numbers, used = row.values()
+        *numbers, used, moves = row.values()
         numbers = ["does not fit" if n == math.inf else f"{n:g}" for n in numbers]
-        lines.append((*numbers, "yes" if used else "no"))
+        lines.append((*numbers, *("yes" if found else "no" for found in (used, moves))))
     print("\n".join(table(lines)))
 
 
