@@ -30,14 +30,15 @@ class Key:
     backward: bool  # whether autograd was running
     #: Whether it belongs to a backward pass; FSDP2 may reduce after it.
     of_backward: bool = field(init=False, eq=False, repr=False)
+    #: Size of its buffer in bytes.
+    nbytes: int = field(init=False, eq=False, repr=False)
 
     @of_backward.default
     def _of_backward(self) -> bool:
         return self.backward or self.kind == "reduce_scatter"
 
-    @property
-    def nbytes(self) -> int:
-        """Size of its buffer in bytes."""
+    @nbytes.default
+    def _nbytes(self) -> int:
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype)

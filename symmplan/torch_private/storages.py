@@ -62,7 +62,8 @@ class Addresses:
 
     def take(self) -> None:
         """Reads and writes of tensors on the storages are errors from now on."""
-        self.forbid(reads=True)
+        for mark in self._marks:
+            mark.value = True
         for word, _ in self._words:
             word.value = 0
 
@@ -70,7 +71,8 @@ class Addresses:
         """The bytes are those at the address ``begin`` from now on."""
         for word, offset in self._words:
             word.value = begin + offset
-        self.forbid(reads=False)
+        for mark in self._marks:
+            mark.value = False
 
     def forbid(self, *, reads: bool) -> None:
         """Whether reads and writes of tensors on the storages are errors."""

@@ -61,6 +61,7 @@ class ParameterStorage:
         layout: The same.
         bound: Whether the parameters lie on the placement's storages.
         bytes: The placement's bytes.
+        readable: Whether the parameters have addresses, or a copy.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class ParameterStorage:
         # The same bytes as storages of their own, with versions of their own: autograd must not
         # take a gather for a change of the parameter.
         self._storages: list[torch.Tensor] = []
-        self._has_addresses = False
+        self.readable = self._has_addresses = False
         # A copy of the bytes, while others have them.
         self._copy: torch.Tensor | None = None
         for offset, dtype, count in zip(layout.offsets, layout.dtypes, layout.counts, strict=True):
@@ -154,19 +155,20 @@ class ParameterStorage:
         See [Note: resharded parameters cannot be read].
         """
         self._addresses.give((self.bytes if self._copy is None else self._copy).data_ptr())
-        self._has_addresses = True
+        self.readable = self._has_addresses = True
 
     def take_addresses(self) -> None:
         """Let each access to the parameters and to all views of them be an error."""
         if self._has_addresses:
             self._addresses.take()
-            self._has_addresses = False
+        self.readable = self._has_addresses = False
         self._copy = None
 
     def copy_aside(self) -> None:
         """Copy the bytes, on the current stream, and let the parameters be in the copy."""
         with torch.inference_mode(mode=False), torch.no_grad():
             self._copy = _copied(self.bytes)
+        self.readable = True
         if self._has_addresses:
             self.give_addresses()
 
@@ -193,13 +195,11 @@ class ParameterStorage:
         self._alone = self._in_use() - views
 
     def finish(self, parameters: Sequence[Any]) -> None:
-        """Let parameters with gathers of their own see what was gathered.
+        """Let parameters with gathers of their own, of which there are, see what was gathered.
 
         Args:
             parameters: FSDP2's, whose bytes are there.
         """
-        if not self.layout.own:
-            return
         own = [p for p in parameters if fsdp2_in_place.has_own_gather(p)]
         views = self._in_use() - self._alone
         with torch.inference_mode(mode=False), torch.no_grad():

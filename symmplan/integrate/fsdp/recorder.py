@@ -76,16 +76,32 @@ class StepRecorder:
         # Where those are recorded that were put off.
         self._early: dict[Key, tuple[Recording, int]] = {}
 
-    def begin(self, key: Key, nbytes: int, *, outside: bool) -> tuple[Recording | None, int]:
-        """FSDP2 asks for a buffer; returns where that is recorded."""
+    def begin(
+        self, key: Key, nbytes: int, group: str = "", *, outside: bool
+    ) -> tuple[Recording | None, int]:
+        """FSDP2 asks for a buffer; returns where that is recorded.
+
+        Args:
+            key: The collective.
+            nbytes: Size of the buffer in bytes.
+            group: Over which an all-gather runs at once, where the parameters live. Its beginning
+                may have been recorded when it was put off.
+            outside: Whether that is in no training pass.
+        """
         log = self.log
+        early, index = self._early.pop(key, (None, 0)) if group else (None, 0)
         if log is None:
             return None, 0
-        if key.kind == "all_gather" and key.site in self._last:
-            self.released(key.site)  # FSDP2 has forgotten a gather that it did not wait for
-        if len(log.collectives) >= _LONGEST:
-            self.log = None
-        return log, log.begin(key, nbytes, outside=outside)
+        if early is not log:
+            if key.kind == "all_gather" and key.site in self._last:
+                self.released(key.site)  # FSDP2 has forgotten a gather that it did not wait for
+            if len(log.collectives) >= _LONGEST:
+                self.log = None
+            index = log.begin(key, nbytes, outside=outside)
+        if group:
+            log.run(index, group)
+            self._last[key.site] = log, index
+        return log, index
 
     def ran(self, site: str, log: Recording, index: int) -> None:
         """A module's all-gather ran, which was recorded there."""
@@ -95,15 +111,6 @@ class StepRecorder:
         """An all-gather was asked for, and waits."""
         if self.log is not None:
             self._early[key] = self.log, self.log.begin(key, key.nbytes, outside=outside)
-
-    def gathered(self, key: Key, group: str, *, outside: bool) -> None:
-        """An all-gather runs where the parameters live."""
-        log, index = self._early.pop(key, (None, 0))
-        if log is None or log is not self.log:
-            log, index = self.begin(key, key.nbytes, outside=outside)
-        if log is not None:
-            log.run(index, group)
-            self._last[key.site] = log, index
 
     def last(self, site: str) -> tuple[Recording | None, int]:
         """The recording of a module's last all-gather, None if it was released, and its index."""

@@ -66,8 +66,7 @@ class Runtime:
         executor: Runs the collectives.
         recorder: Records what the program does.
         idle: Whether FSDP2 runs as without a plan; see [Note: a plan that places nothing].
-        gradients_move: Whether sharded gradients are to be allocated on the program's stream; see
-            [Note: blocks of gradients] in `symmplan.capture.fsdp_reserved`. Ranks may differ.
+        gradients_move: See [Note: blocks of gradients] in `symmplan.capture.fsdp_reserved`.
         asleep: Whether the plan's memory was given back until the next collective.
     """
 
@@ -81,14 +80,13 @@ class Runtime:
         self._modules = modules
         self.recorder = StepRecorder()
         self.schedule: Schedule | None = None
-        self.idle = self.asleep = False
+        self.idle = self.asleep = self.gradients_move = False
         #: By site the modules that are unsharded in placements, or about to be.
         self._unsharded: dict[str, ZeroCopyUnshard] = {}
         self._waiting: list[ZeroCopyUnshard] = []
         self._arrived: Key | None = None
         self._ends = StepEnds()
         self._outside = False
-        self.gradients_move = False
         self._lacking = Lacking()
         self._tries = 0
         PROCESS.watchers.add(self)
@@ -140,8 +138,7 @@ class Runtime:
         slot = Slot(key, base, plain, scheduled=scheduled, lease=lease, send=send)
         slot.pushed, slot.take_shared = send is not None, shared
         slot.expected = None if PROCESS.launched is None else self.expected(key, scheduled)
-        nbytes, outside = key.numel * dtype.itemsize, self._outside
-        slot.log, slot.index = self.recorder.begin(key, nbytes, outside=outside)
+        slot.log, slot.index = self.recorder.begin(key, key.nbytes, outside=self._outside)
         if slot.log is not None and self.memory.program.looks:
             self.memory.look(own=True)
         if slot.pushed:
@@ -195,8 +192,11 @@ class Runtime:
 
     def gathering(
         self, unshard: ZeroCopyUnshard, key: Key, others: Sequence[str], asked: Asked | None
-    ) -> None:
-        """Parameters are gathered: ``others`` as `crowding` says, ``asked`` if that had to wait."""
+    ) -> bool:
+        """Parameters are gathered: ``others`` as `crowding` says, ``asked`` if that had to wait.
+
+        Returns whether that is outside of the program's training passes.
+        """
         self._arrived = None
         if others:
             self.reasons[reasons.CROWDED] += 1
@@ -212,7 +212,7 @@ class Runtime:
             self.schedule.follow(key, self.counts)
         self._ends.ran(key)
         self.counts["served"] += 1
-        self.recorder.gathered(key, unshard.group, outside=outside)
+        return outside
 
     def unsharding(self, site: str) -> AbstractContextManager[None]:
         """FSDP2 waits inside for a gather, and copies it into parameters of its own."""

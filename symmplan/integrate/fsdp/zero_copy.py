@@ -79,8 +79,7 @@ class ZeroCopyUnshard:
         self._looked = False
         self._kept: Callable[[], None] | None = None
         self._keys: dict[bool, Key] = {}
-        # The process group that gathered last, and its name.
-        self._named: tuple[Any, str] = (None, "")
+        self._named: tuple[Any, str] = (None, "")  # FSDP2's group of the last gather, and its name
         self._shown = f"FSDP::all_gather ({site})"  # FSDP2's name for it
         own = (self.unshard, self.wait_for_unshard, self.to_sharded)
         self._methods = fsdp2_in_place.Methods(group, own)
@@ -93,10 +92,7 @@ class ZeroCopyUnshard:
     @property
     def group(self) -> str:
         """Name of the process group that gathers."""
-        group = fsdp2_in_place.group_of(self._group)
-        if group is not self._named[0]:
-            self._named = group, c10d.group_name(group)
-        return self._named[1]
+        return c10d.group_name(fsdp2_in_place.group_of(self._group))
 
     def settle(self, storage: ParameterStorage | None, *, kept: bool) -> None:
         """From now on the parameters live there; None: where FSDP2 puts them.
@@ -198,7 +194,8 @@ class ZeroCopyUnshard:
         if gathered.all_gather_event is not None:
             self._device.current_stream().wait_event(gathered.all_gather_event)
         storage.move_in(group.fsdp_params)
-        storage.finish(group.fsdp_params)
+        if storage.layout.own:
+            storage.finish(group.fsdp_params)
         fsdp2_in_place.has_unsharded(group)
 
     def to_sharded(self) -> None:
@@ -390,9 +387,14 @@ class ZeroCopyUnshard:
         runtime, group = self._runtime, self._group
         if runtime.memory.turns is not None:  # the gather may have waited for room until now
             runtime.memory.turns.end_turn()
-        storage.take_addresses()  # of a prefetch that FSDP2 has forgotten since, and its copy
+        if storage.readable:  # by a prefetch that FSDP2 has forgotten since
+            storage.take_addresses()
         _, stay = storage.users.give_room(storage.begin, storage.end)
-        runtime.gathering(self, key, others, asked)
+        outside = runtime.gathering(self, key, others, asked)
+        over = fsdp2_in_place.group_of(self._group)
+        if over is not self._named[0]:
+            self._named = over, c10d.group_name(over)
+        runtime.recorder.begin(key, key.nbytes, self._named[1], outside=outside)
         if not stay:
             self._lease = Lease(stream=self._device.current_stream(), owner=weakref.proxy(self))
             event = self._fill(key, storage, streams, self._lease, asked)

@@ -305,7 +305,7 @@ def test_a_tenant_shares_its_bytes_with_what_is_dead_while_it_runs():
     recording = Recording()
     for _ in range(2):
         recording.tenant(3)
-        index = recording.begin(Key("m", "all_gather", 64, "torch.float32", False), 4096)
+        index = recording.begin(Key("m", "all_gather", 64, "float32", False), 4096)
         recording.run(index, "g")
         recording.drop(index)
     problem, _ = problem_of([recording], {"g": (0, 1)}, tenants={3: needs})
