@@ -94,6 +94,12 @@ def asked(group: Any) -> bool:
     return group in PROCESS.engines
 
 
+def unask(groups: Iterable[Any]) -> None:
+    """Ask for the copy engines of process groups again, next time. On all ranks, or on none."""
+    for group in groups:
+        PROCESS.engines.pop(group, None)
+
+
 def register(arena: Arena, engines: Mapping[str, Any]) -> int:
     """Register segments with the communicators for copy engines.
 

@@ -27,7 +27,7 @@ from symmplan.device import device_of, kind_of
 from symmplan.memory.beyond import counting
 from symmplan.memory.device_memory import empty_cache
 from symmplan.model import Algorithm
-from symmplan.place.engines import asked, known_of, require
+from symmplan.place.engines import asked, known_of, require, unask
 from symmplan.torch_private import dispatch
 
 if TYPE_CHECKING:
@@ -137,10 +137,25 @@ def _learn(
     if not ask and (not planned or len(together) < 2):
         return
     with where as run:
+        fresh = [group for group in ask.values() if not asked(group)]
 
-        def measured() -> None:
+        def forget(_: object = None) -> None:
+            """What some rank has failed at is known to none, so that all ask again."""
+            for case in new:
+                choices_of(groups[case.group]).pop(case, None)
+            unask(fresh)
+
+        def measured() -> bool:
             if preparation.refusal is not None:
-                return
+                return True
+            try:
+                learned()
+            except BaseException:
+                forget()
+                raise
+            return True
+
+        def learned() -> None:
             timeout = preparation.options.timeout
             given = {"memory": memory, "device": device, "timeout": timeout}
             with counting("trials", device):
@@ -154,7 +169,7 @@ def _learn(
                 settle(program, groups, together, device, timeout)
 
         run(gather, together)
-        preparation.attempt(measured, together)
+        preparation.attempt(measured, together, forget)
 
 
 @contextlib.contextmanager

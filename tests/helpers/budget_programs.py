@@ -281,6 +281,14 @@ def mesh_failing(rank, world, stage, victim):
         return fsdp(rank, world, build=build)
 
 
+def measured_again(rank, world):
+    """Measure where one rank cannot set up what copy engines need; then use these."""
+    with failing("engines", "MemoryError", here=rank == 1):
+        first = fsdp(rank, world, "measure")
+    second = fsdp(rank, world, "copy engine")
+    return first["differences"], second["differences"], second["stats"]["plain"]
+
+
 def measured_nowhere(rank, world, name):
     """Measure where one rank has no bytes to spare: no choice has seconds."""
     from symmplan.choose import trials

@@ -323,6 +323,12 @@ def test_random_faults_and_budgets(name, seeds, shared_memory_is_left_clean):
 
 
 @pytest.mark.ranks
+def test_what_one_rank_has_failed_at_is_known_to_none():
+    with RankPool(2) as pool:  # in which nobody has asked before
+        assert pool.run(programs.measured_again) == [([], [], 0)] * 2
+
+
+@pytest.mark.ranks
 @pytest.mark.further
 def test_what_inductor_compiled_is_compiled_again_without_memory(two):
     for result in two.run(programs.inductor_failing):
