@@ -280,9 +280,7 @@ class Segment:
             found = self._meetings()
             if len(found) == 1:
                 return found[0]
-        elif group in self.rendezvous:
-            return self.rendezvous[group]
-        elif (key := group_key(group)) in self.rendezvous:
+        elif (key := group if isinstance(group, str) else group_key(group)) in self.rendezvous:
             return self.rendezvous[key]
         wanted = None if group is None else group_key(group)
         raise RunError(

@@ -153,10 +153,11 @@ LOCAL = {
     "dtype_of_gradients": dict.fromkeys(
         ("allocate", "_allocate_output"), "the type in which sums are written"
     ),
-    "gradients_move": {"allocate": "on which stream ordinary memory is allocated"},
+    "gradients_move": dict.fromkeys(
+        ("allocate", "_turn"), "on which stream ordinary memory is allocated"
+    ),
     "become_gradients": {"_allocate_output": "the same"},
     "output": {"allocate": "the same"},
-    "moves": {"_turn": "the same"},
     "readable": {"_start": "lets accesses be errors"},
     "Runtime.counts": dict.fromkeys(("open", "runs_plainly"), "what came out of order is counted"),
     "checking": {"runs_plainly": "the same collective, observed or not"},

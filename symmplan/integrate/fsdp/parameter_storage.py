@@ -195,7 +195,7 @@ class ParameterStorage:
         self._alone = self._in_use() - views
 
     def finish(self, parameters: Sequence[Any]) -> None:
-        """Let parameters with gathers of their own, of which there are, see what was gathered.
+        """Let the layout's ``own`` parameters, which gather by themselves, see what was gathered.
 
         Args:
             parameters: FSDP2's, whose bytes are there.

@@ -54,7 +54,7 @@ class Planning:
         live: The same.
         plan: The last plan, None before the first.
         unshards: The parameter groups whose parameters may live in placements.
-        moves: Whether sharded gradients are to be allocated on the program's stream.
+        gradients_move: Whether sharded gradients are to be allocated on the program's stream.
         layouts: ``{site: layout}`` of those whose parameters can.
         flat: ``{site: why}`` of those whose parameters cannot.
         fitting: What of the steps has room, and how it runs.
@@ -65,7 +65,7 @@ class Planning:
         self.live = live
         self.plan: Plan | None = None
         self.unshards: list[ZeroCopyUnshard] = []
-        self.moves = False
+        self.gradients_move = False
         self.layouts: dict[str, Layout] = {}
         self.flat: dict[str, str] = {}
         self.fitting = StepFitting(options, memory, live, self.layouts)
@@ -134,7 +134,8 @@ class Planning:
         if made.held is not None:
             memory.take_back_replaced()
         first = made.algorithms(recordings[0].collectives)
-        self.moves = memory.program.gradients_move(plan.peak_bytes, first, memory.device)
+        moves = memory.program.gradients_move(plan.peak_bytes, first, memory.device)
+        self.gradients_move = moves and bool(self.unshards)  # which say whether there are gradients
         algorithms = ["ordinary" if p.buffer is None else p.algorithm.name for p in calls]
         preparation.log(plan, algorithms)
         return Schedule(plan, made.stretches)

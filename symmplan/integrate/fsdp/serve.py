@@ -384,8 +384,8 @@ class Runtime:
             self.begin_stretch()
         self._lacking.begin()
         self._ends.backward = False
-        unshards = self.planning.unshards
-        self.gradients_move = self.planning.moves and not any(u.has_gradients for u in unshards)
+        moves, unshards = self.planning.gradients_move, self.planning.unshards
+        self.gradients_move = moves and not any(u.has_gradients for u in unshards)
 
     def begin_stretch(self) -> None:
         """Record what comes, unless nothing is placed. See [Note: a plan that places nothing]."""
