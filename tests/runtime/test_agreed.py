@@ -76,7 +76,7 @@ AGREED = {
         segment.begin segment.meeting segment.peers segment.tensor slot.index
         scheduled.pushed slot.pushed _slot.pushed slot.offset slot.scheduled
         slot.take_shared unshard.site unshard.storage
-        ZeroCopyUnshard._kept ZeroCopyUnshard.layout ZeroCopyUnshard.site ZeroCopyUnshard.storage
+        ZeroCopyUnshard.layout ZeroCopyUnshard.site ZeroCopyUnshard.storage
     """,
     "types and sizes of parameters, and of what their own tensors give to a gather": """
         .itemsize _dtype_of _shape_of fsdp2_in_place.has_own_gather

@@ -1,4 +1,12 @@
-"""From what FSDP2 did in a step to a plan that has its memory, agreed by all ranks."""
+"""From what FSDP2 did in a step to a plan that has its memory, agreed by all ranks.
+
+[Note: another program]
+    Later steps may do what the first did not, as after ``set_reshard_after_forward(False)``. A plan
+    of both has to do with the bytes that the first step had. If it has no room for something then,
+    what the program has by itself is not known any more. So its segments are given back, and the
+    next step is recorded without a plan, as the first was. A program in which both kinds of steps
+    take turns would come to that again and again: it happens once for each kind.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +25,7 @@ from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.fitting import StepFitting, demotables
 from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
 from symmplan.integrate.fsdp.schedule import Schedule
+from symmplan.memory.device_memory import device_memory
 from symmplan.memory.meeting.topology import served
 from symmplan.model import Buffer
 from symmplan.runtime.tenants import timed
@@ -24,7 +33,7 @@ from symmplan.runtime.tenants import timed
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from symmplan.capture.fsdp_recording import Call, Recording
+    from symmplan.capture.fsdp_recording import Call, Key, Recording
     from symmplan.choose.choice import Choice
     from symmplan.choose.chooser import Chosen
     from symmplan.integrate.fsdp.layout import Layout
@@ -76,12 +85,15 @@ class Planning:
         self._last: StepProblem | None = None
         self._made: StepPlan | None = None
         self._after_forward: Sequence[str] = ()
+        # The steps after which all began again.
+        self._others: set[tuple[Key, ...]] = set()
 
     def make(self, recording: Recording) -> Schedule | None:
         """Plan what was recorded, besides what was planned before.
 
         Returns:
-            What to follow from now on; None if that would be no other plan than the last.
+            What to follow from now on; None if that would be no other plan than the last, or if
+            there is none from now on: see [Note: another program].
 
         Raises:
             AgreementError: Ranks recorded different programs; raised on all of them.
@@ -117,6 +129,9 @@ class Planning:
         self._vacate()
         prepare = functools.partial(self._prepared, problem, chosen, limit)
         made = preparation.attempt(prepare, groups, lambda made: memory.undo(made.held))
+        if made is None:
+            self._begin_again()
+            return None
         plan, calls = made.plan, [p for stretch in made.stretches for p in stretch]
         memory.adopt(made.held)
         for number, needs in made.tenants.items():
@@ -168,8 +183,43 @@ class Planning:
         memory.levels, memory.unreached = served(groups, name, device, self._options.timeout)
         return name
 
-    def _prepared(self, problem: StepProblem, chosen: Chosen[Call], limit: int | None) -> StepPlan:
+    def _begin_again(self) -> None:
+        """Have no plan, as in the beginning. Collective: yes, over all groups of the model."""
+        self.plan = self._last = self._made = None
+        self._kept, self._after_forward = [], ()
+        self.left = self.gradients_move = False
+        for unshard in self.unshards:
+            unshard.settle(None, kept=False)
+        self._memory.begin_again()
+
+    def _is_another(self, made: StepPlan, recording: Recording) -> bool:
+        """Whether a step is to be recorded without a plan. See [Note: another program].
+
+        Args:
+            made: A plan that has this step, too.
+            recording: The step.
+
+        Collective: yes, over all groups of the model, if there was a plan before.
+        """
+        memory = self._memory
+        given = self._options.capacity is not None
+        if self._last is None or given or device_memory(memory.device) is None:
+            return False
+        step = tuple(recording.collectives[index].key for index in recording.ran)
+        alone = memory.turns is None and not any(memory.tenants)
+        another = made.leaves_out and alone and step not in self._others
+        if not all_agree("another program", another, memory.groups, self._options.timeout):
+            return False
+        if another:
+            self._others.add(step)
+        return another
+
+    def _prepared(
+        self, problem: StepProblem, chosen: Chosen[Call], limit: int | None
+    ) -> StepPlan | None:
         """Plan what is not left out, in ``limit`` bytes if that is given, and make room for that.
+
+        None if there is to be no plan.
 
         Collective: yes, over all groups of the model.
         """
@@ -191,7 +241,8 @@ class Planning:
                 if self._alike(made, tenants, room, recordings[0].collectives):
                     return finished(made)
 
-        return finished(self.fitting.within(room, problem, chosen))
+        made = self.fitting.within(room, problem, chosen)
+        return None if self._is_another(made, recordings[-1]) else finished(made)
 
     def _tenants(self, recordings: Sequence[Recording]) -> dict[int, tuple[Buffer, ...]]:
         """Who ran meanwhile and can live in suballocations; the same on all ranks.

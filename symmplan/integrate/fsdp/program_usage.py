@@ -36,15 +36,20 @@ class ProgramUsage:
     """
 
     def __init__(self, timeout: float) -> None:
-        self.looks = True
         self._timeout = timeout
+        self._allocations = Allocations()
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing is known, and the device is looked at from now on. Collective: no."""
+        self.end()
+        self.looks = True
         self._usage: Usage | None = None
         # The recording by which that is known, and what torch's allocator has for it.
         self._looked: Recording | None = None
         self._reserved: Reserved | None = None
         self._most = self._retries = 0
         self._retried = False
-        self._allocations = Allocations()
 
     def look(self, recording: Recording, device: torch.device, *, own: bool = False) -> None:
         """Write down what the device has now, until the program is planned. Collective: no.

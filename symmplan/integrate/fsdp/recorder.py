@@ -46,6 +46,10 @@ class StepEnds:
         """Whether a backward pass that reduced gradients has ended just now."""
         return self._reduced and self.backward
 
+    def begin(self) -> None:
+        """No gradients were reduced yet."""
+        self._reduced = False
+
     def before(self, key: Key) -> bool:
         """Whether a new round of the program begins with this collective, which it comes to."""
         if key.of_backward:

@@ -28,6 +28,7 @@ from symmplan.integrate.fsdp.sums import warm_up
 from symmplan.memory import agree
 from symmplan.memory.beyond import counting
 from symmplan.memory.cache import cached, fits
+from symmplan.memory.device_memory import empty_cache
 from symmplan.memory.held import bytes_beside
 from symmplan.memory.streams import synchronize
 from symmplan.place.engines import known_of, register
@@ -329,6 +330,7 @@ class Memory:
         engines = known_of({n: g for n, g in self.reached.items() if n in by_engines})
         if self.arena is not None and fits(plan, self.arena):
             synchronize(self.device)  # peers may push to where other bytes were, without asking
+            empty_cache(self.device)  # what the program did until now left other blocks there
             agree(plan, groups, self._options.timeout)
             self.rendezvous += register(self.arena, engines)
             if self.arena.races is not None:
@@ -389,6 +391,20 @@ class Memory:
     def take_back_replaced(self) -> None:
         """Have the driver get what all ranks have let go. Collective: yes, over all groups."""
         take_back_replaced(self.groups, self.device, self._options.timeout)
+
+    def begin_again(self) -> None:
+        """Have no segments, and look at what the program has of its device without them.
+
+        Collective: yes, over all groups.
+        """
+        self._older += self._arenas
+        self._arenas.clear()
+        self._views.clear()
+        self._pushes.clear()
+        self.let_go()
+        self.take_back_replaced()
+        empty_cache(self.device)
+        self.program.begin()
 
     def _dismiss(self) -> None:
         """Let a tenant look for other memory when it next runs. Collective: no."""

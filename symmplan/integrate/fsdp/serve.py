@@ -29,7 +29,6 @@ from symmplan.torch_private import c10d, fsdp2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     import torch
     import torch.distributed as dist
@@ -214,10 +213,6 @@ class Runtime:
         self.counts["served"] += 1
         return outside
 
-    def unsharding(self, site: str) -> AbstractContextManager[None]:
-        """FSDP2 waits inside for a gather, and copies it into parameters of its own."""
-        return self.memory.unsharding(*self.recorder.last(site))
-
     def put_off(self, asked: Asked, unshard: ZeroCopyUnshard) -> None:
         """A module's parameters were wanted before there was room for them."""
         if self.planning.live is not None:
@@ -378,8 +373,7 @@ class Runtime:
             if self._tries <= 8 * REPLANS and self.planning.can_move():
                 self.recorder.release_all()  # what is there leaves for a new plan
                 self._plan(log)
-                self._lacking.planned_for()
-        if self.schedule is not None:
+        if self.schedule is not None or self.recorder.log is None:
             self.memory.let_go()
             self.begin_stretch()
         self._lacking.begin()
@@ -401,12 +395,17 @@ class Runtime:
         """Collective: yes. If it fails, FSDP2's collectives run in torch's own way."""
         last, self.schedule, self.recorder.log = self.schedule, None, None
         made = self.planning.make(log)
-        self.schedule = last if made is None else made
-        self.counts["replans"] += last is not None and made is not None
+        kept = made is None and self.planning.plan is not None
+        self.schedule = last if kept else made
+        self.counts["replans"] += last is not None and not kept
         if self.planning.left:
             self.reasons[reasons.NO_ROOM] += 1
-        elif made is None:
+        elif kept:
             self.reasons[reasons.SAME_PLAN] += 1
+        if self.schedule is None:  # see [Note: another program] in `symmplan.integrate.fsdp.plans`
+            self._ends.begin()
+        else:
+            self._lacking.planned_for()
 
     @property
     def recorded(self) -> bool:

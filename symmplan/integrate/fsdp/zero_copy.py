@@ -104,6 +104,9 @@ class ZeroCopyUnshard:
         self.storage = storage
         if kept and self._kept is None:
             self._kept = fsdp2.keep_after_forward(self._group)
+        elif self._kept is not None and storage is None and not kept:
+            self._kept()
+            self._kept = None
 
     # What FSDP2 calls.
 
@@ -169,14 +172,13 @@ class ZeroCopyUnshard:
             others = self._runtime.crowding(self)
             self._start(key, storage, self._streams(async_op=False), others, result)
             result = fsdp2_in_place.result_of(group)
-        if storage is None and self._runtime.idle:
-            self._methods.call_own(fsdp2_in_place.WAIT)
-            if not self._looked:
-                self._look()
-            return
         if storage is None or not (result is None or isinstance(result, Gathered)):
-            with self._runtime.unsharding(self.site):
+            if storage is None and self._runtime.idle:
                 self._methods.call_own(fsdp2_in_place.WAIT)
+            else:
+                runtime = self._runtime
+                with runtime.memory.unsharding(*runtime.recorder.last(self.site)):
+                    self._methods.call_own(fsdp2_in_place.WAIT)
             if not self._looked:
                 self._look()
             return
@@ -309,9 +311,7 @@ class ZeroCopyUnshard:
             else:
                 self._receive(result, self.storage)
         self._move_out()
-        if self._kept is not None:
-            self._kept()
-            self._kept = None
+        self.settle(None, kept=False)
         self._methods.put_back()
 
     def _look(self) -> None:
