@@ -11,10 +11,14 @@
 
     Which allocations are FSDP2's own is known by their number: the device was looked at before and
     after FSDP2 alone allocated. In the recorded step FSDP2 has its buffers, and what the step
-    leaves behind, such as the state of an optimizer, comes to lie in blocks between them. Before it
-    obtains segments the allocator gives back what is free as a whole. So a second step is replayed
-    in what is left of the first. From one step to the next fragments may differ, so a device may
-    have some more than is foreseen.
+    leaves behind, such as the state of an optimizer, comes to lie in blocks between them. So a
+    second step is replayed in what is left of the first. From one step to the next fragments may
+    differ, so a device may have some more than is foreseen.
+
+    Before segments are obtained the allocator gives back what is free as a whole: FSDP2's buffers
+    among it. Where an optimizer needs the most at once, in buffers of its own, these had been in
+    the same blocks. Then it may need less if it keeps them: where replays say so, and the driver
+    has enough for the plan beside them, nothing is given back.
 
     On a device that is nearly full the allocator gives back its cache to go on, whatever the
     program does. There replays in as many bytes as there are, and in fewer, say whether later steps
@@ -66,10 +70,12 @@ class Reserved:
         held: What the allocator had at the first look at its memory.
         allocations: What it did from then on.
         unsharded: ``{site: bytes}`` of the unsharded parameters that a plan may place.
+        free: Bytes that a plan may take while the allocator keeps its cache.
 
     Attributes:
         complete: Whether the buffer of each collective was found among the allocations. Those that
             a process group allocates are not there.
+        keeps: Whether the allocator keeps its cache when segments are obtained.
         replaced: By how many bytes the allocator needs less without FSDP2's buffers.
     """
 
@@ -77,6 +83,7 @@ class Reserved:
     _held: Sequence[HeldBlock]
     _allocations: Sequence[Allocation]
     _unsharded: Mapping[str, int]
+    _free: int = 0
     _flat: dict[int, int] = field(factory=dict, init=False)
     _parameters: dict[int, int] = field(factory=dict, init=False)
     _gradients: dict[int, list[int]] = field(factory=dict, init=False)
@@ -86,6 +93,7 @@ class Reserved:
     _second: list[tuple[Allocation, bool]] = field(factory=list, init=False)
     _ordinary: list[AlgorithmName] = field(init=False)
     complete: bool = field(default=True, init=False)
+    keeps: bool = field(default=False, init=False)
     replaced: int = field(init=False)
     _without: int = field(init=False)
     _known: dict[tuple[AlgorithmName, ...], int] = field(factory=dict, init=False)
@@ -99,8 +107,15 @@ class Reserved:
         self._find_gradients(self._first, size)
         calls = len(self._recording.collectives)
         self._ordinary = ["ordinary"] * calls
-        self._without = self._replayed(["symmetric"] * calls)
-        self.replaced = self._replayed(self._ordinary) - self._without
+        most = self._replayed(self._ordinary)
+        placed: list[AlgorithmName] = ["symmetric"] * calls
+        given_back = self._without = self._replayed(placed)
+        self.keeps = True
+        kept = self._replayed(placed)
+        self.keeps = kept < given_back and most - kept <= self._free
+        if self.keeps:
+            self._without = kept
+        self.replaced = most - self._without
 
     def _assign(self, size: Mapping[int, int], streams: Mapping[int, Hashable]) -> None:
         """By their numbers, which allocations are buffers and parameters of which collective.
@@ -262,6 +277,8 @@ class Reserved:
         try:
             blocks = self._recorded(allocator, algorithms)
             if allocator.reserved > limit - plan:
+                allocator.empty()
+            if allocator.reserved > limit - plan:
                 return math.inf
             allocator.limit = limit - plan
             self._replay(allocator, blocks, self._second, algorithms, moved=moved)
@@ -284,12 +301,13 @@ class Reserved:
     ) -> dict[int, CachedBlock]:
         """``{number: block}`` of what there is after the recorded step.
 
-        If later ones run otherwise, the allocator has given back its cache for their segments.
+        If later ones run otherwise, the allocator has given back its cache for their segments,
+        unless it `keeps` that.
         """
         used = allocator.hold(self._held)
         blocks = {number: used[block] for number, block in self._numbers.items()}
         self._replay(allocator, blocks, self._first, self._ordinary)
-        if [*algorithms] != self._ordinary:
+        if not self.keeps and [*algorithms] != self._ordinary:
             allocator.empty()
         return blocks
 

@@ -84,6 +84,7 @@ def measure(
     memory: str,
     device: torch.device,
     timeout: float,
+    keeps: bool = False,
 ) -> bool:
     """Time collectives by every algorithm there is, and let the slowest rank count.
 
@@ -95,6 +96,7 @@ def measure(
         memory: Name of the memory backend.
         device: Where the tensors lie.
         timeout: Seconds that ranks wait for each other.
+        keeps: Whether torch's allocator keeps what it has cached.
 
     Returns:
         Whether all ranks have room to measure; else nothing was timed.
@@ -114,7 +116,7 @@ def measure(
     for name, said in all_gather_json("cases", keys, groups, timeout).items():
         _same(keys[name], said, name, groups[name])
     met = {name: groups[name] for name in together}
-    trials = _Trials(cases, device, _bytes_for(memory, device, met, timeout))
+    trials = _Trials(cases, device, _bytes_for(memory, device, met, timeout, keeps))
     # Communicators take bytes of a device, so only who may use them gets them.
     used = {c.group for c in trials.parts if {"copy engine", "push"} & {*c.algorithms}}
     able = {n: g for n, g in groups.items() if n in used or n not in trials.groups}
@@ -162,10 +164,13 @@ def measure(
     return True
 
 
-def _bytes_for(memory: str, device: torch.device, groups: Mapping[str, Any], timeout: float) -> int:
+def _bytes_for(
+    memory: str, device: torch.device, groups: Mapping[str, Any], timeout: float, keeps: bool
+) -> int:
     """Bytes that measuring may take; equal on all ranks.
 
-    Torch's allocator returns what it has cached: communicators and windows come on top of it.
+    Torch's allocator returns what it has cached, unless it ``keeps`` that: communicators and
+    windows come on top of it.
 
     Collective: yes, over those groups.
     """
@@ -174,7 +179,8 @@ def _bytes_for(memory: str, device: torch.device, groups: Mapping[str, Any], tim
         free = free_bytes(memory)
     else:
         free = there.free + there.reserved - there.allocated - LEFT
-        empty_cache(device)
+        if not keeps:
+            empty_cache(device)
     return least("room to measure", (min(BEYOND, free),), groups, timeout)[0]
 
 

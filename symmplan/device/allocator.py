@@ -120,7 +120,7 @@ class CachingAllocator:
         block.put_back()
 
     def hold(self, held: Iterable[HeldBlock]) -> dict[Hashable, CachedBlock]:
-        """Have what another allocator has, but for what is free as a whole.
+        """Have what another allocator has.
 
         Returns:
             ``{block: what is in use}``.
@@ -128,10 +128,7 @@ class CachingAllocator:
         used: dict[Hashable, CachedBlock] = {}
         for _, parts in groupby(held, key=lambda part: part.segment):
             before: CachedBlock | None = None
-            segment = list(parts)
-            if all(part.free for part in segment):
-                continue
-            for part in segment:
+            for part in parts:
                 pool = self._pools.setdefault((part.stream, part.small), [])
                 block = CachedBlock(self._next, part.nbytes, pool, before=before)
                 self._next += part.nbytes

@@ -5,7 +5,7 @@
     what torch's allocator has cached beyond what tensors will need, which the plan's own buffers
     are not among; and no more than lets tensors and segments together stay at what the allocator
     had at its most. The cached bytes are no use as long as the allocator keeps them: it gives them
-    back once, before segments are obtained.
+    back once, before segments are obtained, unless replays say that it then needs more of them.
 
     Where torch's allocator has noted what it did in a recorded step, it is known how much it needs
     of the driver without the buffers that plans replace, see `symmplan.capture.fsdp_reserved`. That
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from symmplan.device import DeviceMemory
 
-__all__ = ["LEFT", "SMALL", "Room", "Usage", "agreed_room", "free_bytes", "room_on"]
+__all__ = ["LEFT", "SMALL", "Room", "Usage", "agreed_room", "beside_cache", "free_bytes", "room_on"]
 
 #: What is left alone of the bytes that are free: one part in so many.
 _MARGIN = 10
@@ -126,6 +126,11 @@ def _available() -> int:
     return next(found, sys.maxsize)
 
 
+def beside_cache(there: DeviceMemory) -> int:
+    """Bytes that the driver has for segments while torch's allocator keeps its cache."""
+    return there.free - max(there.free // _MARGIN, LEFT)
+
+
 def room_on(there: DeviceMemory, usage: Usage | None, *, below: bool, reserve: int = 0) -> Room:
     """Bytes of a device that a plan may take. See [Note: what the program had].
 
@@ -142,7 +147,7 @@ def room_on(there: DeviceMemory, usage: Usage | None, *, below: bool, reserve: i
     free = unneeded - fragments - reserve
     nbytes = free - max(free // _MARGIN, LEFT)
     whole = unneeded - max(reserve, LEFT)
-    at_once = there.free - max(there.free // _MARGIN, LEFT)
+    at_once = beside_cache(there)
     if usage is not None and below:
         most = usage.most - need
         if usage.less is not None:

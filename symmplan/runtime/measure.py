@@ -157,10 +157,11 @@ def _learn(
 
         def learned() -> None:
             timeout = preparation.options.timeout
-            given = {"memory": memory, "device": device, "timeout": timeout}
+            keeps = preparation.keeps_cache
+            given = {"memory": memory, "device": device, "timeout": timeout, "keeps": keeps}
             with counting("trials", device):
                 if ask and run(measure, new, ask, **given):
-                    if new:  # what they were measured on is not the program's
+                    if new and not keeps:  # what they were measured on is not the program's
                         run(empty_cache, device)
                 elif ask:
                     for case in new:

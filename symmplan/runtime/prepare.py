@@ -80,6 +80,7 @@ class Preparation:
         memory: Name of the memory backend that was last agreed on; empty before.
         device: Where its tensors lay when that was agreed on; None before.
         at_once: Bytes that may be taken before torch's allocator has given back what it cached.
+        keeps_cache: Whether it keeps that.
         slack: As in `symmplan.memory.room.Room`, as it was last agreed on.
     """
 
@@ -90,6 +91,7 @@ class Preparation:
     memory: str = field(init=False, default="")
     device: torch.device | None = field(init=False, default=None)
     at_once: int = field(init=False, default=sys.maxsize)
+    keeps_cache: bool = field(init=False, default=False)
     slack: tuple[int, ...] = field(init=False, default=())
     _agreed: WeakSet[Any] = field(init=False, factory=WeakSet)
 
@@ -275,7 +277,7 @@ class Preparation:
 
         Collective: yes, over those groups.
         """
-        if plan.peak_bytes > self.at_once:
+        if plan.peak_bytes > self.at_once and not self.keeps_cache:
             empty_cache(device)
         self.at_once = sys.maxsize  # once
         arena, new = cache.obtain(

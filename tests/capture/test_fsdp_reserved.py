@@ -36,13 +36,16 @@ class _Program:
         layers: Its layers.
         algorithms: How each of its collectives runs; others are ordinary.
         had: Bytes of tensors that are there from the beginning on, of which every other is freed.
+        optimized: Bytes of each state of an optimizer, which is made in the first step, and of
+            what that has besides while it steps.
 
     Attributes:
         moved: Whether sharded gradients of what is pushed are allocated on the program's stream.
     """
 
-    def __init__(self, layers, algorithms=(), had=()):
+    def __init__(self, layers, algorithms=(), had=(), optimized=()):
         self.layers, self.algorithms, self.moved = layers, algorithms, False
+        self.optimized = optimized
         self.allocator, self.recording = CachingAllocator(), Recording()
         self.history, self.made, self.live, self.number = [], 0, {}, 0
         for index, nbytes in enumerate(had):
@@ -122,9 +125,18 @@ class _Program:
             self.over(before)
             before = layer, index
         self.over(before)
+        self.optimize()
         for layer in range(len(self.layers)):
             self.drop(("shard", layer))
         self.look()
+
+    def optimize(self):
+        names = ["optimizer", *(["state"] if ("state", 0) not in self.live else ())]
+        for name in reversed(names):
+            for index, nbytes in enumerate(self.optimized):
+                self.take((name, index), nbytes)
+        for index in range(len(self.optimized)):
+            self.drop(("optimizer", index))
 
     def over(self, reduction):
         """A reduction is over, and with it what FSDP2 and a push keep for it."""
@@ -135,11 +147,11 @@ class _Program:
             self.drop(("gradient", layer))
 
 
-def _reserved(layers, had=()):
-    program = _Program(layers, had=had)
+def _reserved(layers, had=(), optimized=(), free=0):
+    program = _Program(layers, had=had, optimized=optimized)
     program.step()
     unsharded = {f"l{i}": weight * MIB for i, (weight, _, _) in enumerate(layers)}
-    return Reserved(program.recording, program.held, program.history, unsharded), program
+    return Reserved(program.recording, program.held, program.history, unsharded, free), program
 
 
 def _chosen(data, calls):
@@ -150,22 +162,30 @@ def _chosen(data, calls):
     return [data.draw(st.sampled_from(names[call.key.kind])) for call in calls]
 
 
-@given(layers, st.data(), st.lists(st.integers(1, 30 * MIB), max_size=6))
-def test_a_replay_has_what_the_program_would_have(layers, data, had):
+def _has(program, algorithms, *, moved=False, kept=False):
+    """What a program has in its second step, in which its collectives run so."""
+    program.step()
+    if {*algorithms} != {"ordinary"} and not kept:
+        program.allocator.empty()
+    program.algorithms, program.recording, program.moved = algorithms, Recording(), moved
+    program.step()
+    return program.allocator.reserved
+
+
+#: Bytes of tensors that an optimizer has.
+many = st.lists(st.integers(1, 30 * MIB), max_size=6)
+
+
+@given(layers, st.data(), many, many)
+def test_a_replay_has_what_the_program_would_have(layers, data, had, optimized):
     """Which is a program whose collectives run so from the second step on."""
-    reserved, recorded = _reserved(layers, had)
+    reserved, recorded = _reserved(layers, had, optimized)
     assert reserved.complete
     calls = recorded.recording.collectives
     chosen = _chosen(data, calls)
 
-    def has(algorithms, *, moved=False):
-        program = _Program(layers, (), had)
-        program.step()
-        if {*algorithms} != {"ordinary"}:
-            program.allocator.empty()
-        program.algorithms, program.recording, program.moved = algorithms, Recording(), moved
-        program.step()
-        return program.allocator.reserved
+    def has(algorithms, **how):
+        return _has(_Program(layers, (), had, optimized), algorithms, **how)
 
     without, all_ = (has([name] * len(calls)) for name in ("symmetric", "ordinary"))
     assert reserved.replaced == all_ - without
@@ -174,10 +194,34 @@ def test_a_replay_has_what_the_program_would_have(layers, data, had):
     assert reserved._replayed(chosen, moved=True) == has(chosen, moved=True)
 
 
+#: With these the allocator needs fewer bytes if it keeps its cache.
+KEPT = {"layers": [(1, 9, 300)], "optimized": [13 * MIB, 12 * MIB]}
+
+
+@pytest.mark.parametrize(
+    ("program", "free", "keeps"),
+    [
+        (KEPT, MIB, True),
+        (KEPT, -1, False),
+        ({"layers": [(20, 10, 0)], "optimized": [13 * MIB]}, 1 << 40, False),
+    ],
+)
+def test_the_cache_is_kept_where_that_takes_fewer_bytes_and_the_driver_has_enough(
+    program, free, keeps
+):
+    reserved, recorded = _reserved(**program, free=free)
+    placed = ["symmetric"] * len(recorded.recording.collectives)
+    kept, given_back = (_has(_Program(**program), placed, kept=kept) for kept in (True, False))
+    assert (kept < given_back) == (program is KEPT)
+    assert reserved.keeps == keeps
+    assert reserved._replayed(placed) == (kept if keeps else given_back)
+    assert reserved.more(placed) == 0
+
+
 @given(
     layers,
     st.data(),
-    st.lists(st.integers(1, 30 * MIB), max_size=6),
+    many,
     st.integers(0, 80),
     st.booleans(),
 )
@@ -196,7 +240,7 @@ def test_a_replay_retries_as_often_as_the_program_would(layers, data, had, short
             program.moved = moved and number > 0
             program.step()
             if number == 0:
-                if {*chosen} != {"ordinary"}:
+                if {*chosen} != {"ordinary"} or program.allocator.reserved > limit - plan:
                     program.allocator.empty()
                 if program.allocator.reserved > limit - plan:
                     return math.inf

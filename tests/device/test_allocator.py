@@ -91,7 +91,9 @@ def test_an_allocator_that_has_what_another_has_goes_on_like_it(program, more):
     used = {index: block for index, (block, _, _) in enumerate(live)}
     held = allocator.held(used)
     free = HeldBlock("free", 2 * MIB, free=True, segment="free", stream=0, small=False)
-    again = other.hold([*held, free])  # it can be given back
+    again = other.hold([*held, free])
+    assert other.reserved == allocator.reserved + 2 * MIB
+    other.empty()
     assert again.keys() == used.keys()
     assert [again[i].nbytes for i in used] == [block.nbytes for block in used.values()]
     assert other.reserved == allocator.reserved

@@ -80,7 +80,7 @@ def test_a_program_that_changes_for_good_is_recorded_and_planned_as_in_the_begin
 def test_steps_of_two_kinds_in_turn_are_planned_together(two):
     for *_, before, last in two.run(_both, [True, False] * 6):
         placed, _, _, replans = last
-        assert 0 < placed
+        assert placed
         assert replans <= 3
         assert before[2:] == last[2:]
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import symmplan
 from symmplan.choose.choice import NO_ROOM
+from symmplan.integrate.fsdp.program_usage import ProgramUsage
 from symmplan.memory.room import Room
 from symmplan.process import PROCESS
 
@@ -61,8 +62,11 @@ def _full(rank, world, free, had=0):
     return on_devices(rank, world, _trained, "measure", total=had + BYTES + free, had=had)
 
 
-def _measured(rank, world):
-    """Bytes that the allocator has cached when a measurement makes communicators."""
+def _measured(rank, world, *, keeps=False):
+    """Bytes that the allocator has cached when a measurement makes communicators, and in the end.
+
+    ``keeps`` is whether replays say that it should keep them.
+    """
     from symmplan.choose import trials
 
     cached, made = [], trials.engines_of
@@ -71,9 +75,12 @@ def _measured(rank, world):
         cached.append(state().device.cached)
         return made(*args)
 
-    with mock.patch.object(trials, "engines_of", engines_of):
-        _trained(rank, world, "measure")
-    return cached
+    with (
+        mock.patch.object(trials, "engines_of", engines_of),
+        mock.patch.object(ProgramUsage, "keeps_cache", keeps),
+    ):
+        *_, last = _trained(rank, world, "measure")
+    return *cached, last
 
 
 def _full_later(rank, world, choose):
@@ -210,7 +217,16 @@ def test_where_there_is_room_for_all_of_it_it_is_measured(two):
 @pytest.mark.all_cases
 def test_a_measurement_takes_nothing_beside_what_the_allocator_has_cached(two):
     """Else communicators and windows come on top of the most that the program has."""
-    assert two.run(on_devices, _measured) == [[0], [0]]
+    for measured, _ in two.run(on_devices, _measured):
+        assert measured == 0
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+def test_the_allocator_keeps_its_cache_where_replays_say_so(two):
+    run = functools.partial(on_devices, total=HAD + BYTES + 400 * MiB)
+    for each in two.run(run, functools.partial(_measured, keeps=True)):
+        assert all(HAD - 256 * MiB < cached <= HAD for cached in each)
 
 
 @pytest.mark.further

@@ -130,7 +130,6 @@ def _built(name: str, rank: int, options: Mapping[str, Any]) -> tuple[Side, dict
     _train(side, range(_WARM_UP), options)
     most = driver.over()
     if look:
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     _train(side, range(_WARM_UP, _WARM_UP + 2), options)
     found = {"symmetric": side.symmetric_bytes}

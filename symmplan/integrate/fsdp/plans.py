@@ -118,6 +118,7 @@ class Planning:
         self._agree()
         recordings = self._sent_alike(recordings)
         memory.program.had(recordings[-1], self.fitting.unsharded, memory.device)
+        preparation.keeps_cache = memory.program.keeps_cache
         chosen, limit = self.fitting.choose(recordings)
         recordings = merged(recordings, groups, self._options.timeout)
         problem, last = self.fitting.problem(recordings, chosen), self._last

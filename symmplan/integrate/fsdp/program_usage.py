@@ -11,7 +11,7 @@ from symmplan.capture.fsdp_recording import Look
 from symmplan.capture.fsdp_reserved import Reserved
 from symmplan.coordination.all_gather import all_agree, least
 from symmplan.memory.device_memory import Allocations, device_memory, most_lately
-from symmplan.memory.room import LEFT, SMALL, Usage
+from symmplan.memory.room import LEFT, SMALL, Usage, beside_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -94,7 +94,7 @@ class ProgramUsage:
         self._retried = there.retries > self._retries + 1
         held, allocations = self._allocations.end()
         if allocations:
-            reserved = Reserved(recording, held, allocations, unsharded)
+            reserved = Reserved(recording, held, allocations, unsharded, beside_cache(there))
             self._reserved = reserved if reserved.complete else None
 
     def agreed(self, groups: Mapping[str, Any], others: int) -> Usage | None:
@@ -117,6 +117,11 @@ class ProgramUsage:
             usage = evolve(usage, slack=())
         less = None if self._reserved is None else self._reserved.replaced - others
         return evolve(usage, most=usage.most - others, less=less)
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether torch's allocator keeps its cache here for a plan's segments."""
+        return self._reserved is not None and self._reserved.keeps
 
     def needed_besides(
         self,

@@ -330,7 +330,8 @@ class Memory:
         engines = known_of({n: g for n, g in self.reached.items() if n in by_engines})
         if self.arena is not None and fits(plan, self.arena):
             synchronize(self.device)  # peers may push to where other bytes were, without asking
-            empty_cache(self.device)  # what the program did until now left other blocks there
+            if not self.preparation.keeps_cache:  # it has blocks for what the program did before
+                empty_cache(self.device)
             agree(plan, groups, self._options.timeout)
             self.rendezvous += register(self.arena, engines)
             if self.arena.races is not None:
