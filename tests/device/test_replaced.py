@@ -99,7 +99,14 @@ def _steps(rank, world, choose):
     for module in (*model, model):
         fully_shard(module, mesh=dist.init_device_mesh("cpu", (world,)))
     handle = symmplan.fsdp.apply(model, choose=choose, timeout=30.0)
-    found = []
+    found, most, map_ = [], [], state().device.map
+
+    def mapped(nbytes):
+        made = map_(nbytes)
+        most.append(state().device.segments)
+        return made
+
+    state().device.map = mapped
     for step in range(8):
         if step == 3:
             found.append(_held(handle.stats))
@@ -108,13 +115,14 @@ def _steps(rank, world, choose):
         model(torch.full((4, 512), float(rank + step))).square().mean().backward()
     found.append((*_held(handle.stats), handle.stats.replans))
     handle.remove()
-    return found
+    return *found, max(most)
 
 
 @pytest.mark.parametrize("choose", ["symmetric", "push"])
 def test_fsdp2_has_the_segment_of_its_last_plan_only(two, choose):
-    for before, (*after, replans) in two.run(on_devices, _steps, choose):
+    for before, (*after, replans), most in two.run(on_devices, _steps, choose):
         assert replans == 1
+        assert most == after[0], "both segments were there at once"
         for nbytes, windows, mine in (before, after):
             assert nbytes == mine
             assert windows == before[1]

@@ -25,6 +25,7 @@ from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.fitting import StepFitting, demotables
 from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
 from symmplan.integrate.fsdp.schedule import Schedule
+from symmplan.memory.cache import fits
 from symmplan.memory.device_memory import device_memory
 from symmplan.memory.meeting.topology import served
 from symmplan.model import Buffer
@@ -207,10 +208,7 @@ class Planning:
         if self._last is None or given or device_memory(memory.device) is None:
             return False
         step = tuple(recording.collectives[index].key for index in recording.ran)
-        alone = memory.turns is None and not any(memory.tenants)
-        another = made.leaves_out and alone and step not in self._others
-        if not all_agree("another program", another, memory.groups, self._options.timeout):
-            return False
+        another = self._alone("another program", made.leaves_out and step not in self._others)
         if another:
             self._others.add(step)
         return another
@@ -228,6 +226,9 @@ class Planning:
         preparation, recordings = memory.preparation, problem.recordings
 
         def finished(made: StepPlan) -> StepPlan:
+            arena = memory.arena
+            if arena is not None and self._alone("larger segments", not fits(made.plan, arena)):
+                memory.leave()  # both together may be more than there is room for
             held = memory.prepare(made.plan, made.by_engines)
             return evolve(problem.advised(made, demotables(made, chosen)), held=held)
 
@@ -282,6 +283,19 @@ class Planning:
         mine = made.plan.fingerprint if fits else ""
         groups = {**self._memory.groups, **groups}
         return all_agree("suballocations", mine, groups, self._options.timeout)
+
+    def _alone(self, what: str, mine: bool) -> bool:
+        """Whether all ranks say so, and on none anybody else was seen in the segments.
+
+        Args:
+            what: Name of the exchange, for messages.
+            mine: What this rank says.
+
+        Collective: yes, over all groups of the model.
+        """
+        memory = self._memory
+        mine = mine and memory.turns is None and not any(memory.tenants)
+        return all_agree(what, mine, memory.groups, self._options.timeout) and mine
 
     def can_move(self) -> bool:
         """Whether all can move: on no rank anybody has views of parameters, or has captured them.

@@ -394,18 +394,19 @@ class Memory:
         take_back_replaced(self.groups, self.device, self._options.timeout)
 
     def begin_again(self) -> None:
-        """Have no segments, and look at what the program has of its device without them.
+        """Have no segments, and look at the device again. Collective: yes, over all groups."""
+        self.leave()
+        empty_cache(self.device)
+        self.program.begin()
 
-        Collective: yes, over all groups.
-        """
+    def leave(self) -> None:
+        """Give back what is not in use any more. Collective: yes, over all groups."""
         self._older += self._arenas
         self._arenas.clear()
         self._views.clear()
         self._pushes.clear()
         self.let_go()
         self.take_back_replaced()
-        empty_cache(self.device)
-        self.program.begin()
 
     def _dismiss(self) -> None:
         """Let a tenant look for other memory when it next runs. Collective: no."""
