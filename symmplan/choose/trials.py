@@ -178,8 +178,9 @@ def _bytes_for(
     if there is None:
         free = free_bytes(memory)
     else:
-        free = there.free + there.reserved - there.allocated - LEFT
+        free = there.free - LEFT
         if not keeps:
+            free += there.reserved - there.allocated
             empty_cache(device)
     return least("room to measure", (min(BEYOND, free),), groups, timeout)[0]
 

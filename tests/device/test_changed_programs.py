@@ -51,6 +51,7 @@ def _steps(rank, world, resharded, planned=True, **options):
             model.zero_grad()
             if handle is not None:
                 assert state().device.segments == handle.stats.segment_bytes
+                assert handle.planned == (step > 0)
                 stats.append(handle.stats)
     if handle is not None:
         handle.remove()

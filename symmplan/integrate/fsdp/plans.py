@@ -89,12 +89,12 @@ class Planning:
         # The steps after which all began again.
         self._others: set[tuple[Key, ...]] = set()
 
-    def make(self, recording: Recording) -> Schedule | None:
+    def make(self, recording: Recording, followed: Schedule | None) -> Schedule | None:
         """Plan what was recorded, besides what was planned before.
 
         Returns:
-            What to follow from now on; None if that would be no other plan than the last, or if
-            there is none from now on: see [Note: another program].
+            What to follow from now on: ``followed`` if that would be no other plan than the last;
+            None if the next step is to be recorded, see [Note: another program].
 
         Raises:
             AgreementError: Ranks recorded different programs; raised on all of them.
@@ -108,12 +108,12 @@ class Planning:
             torch.inference_mode(mode=False),
         ):
             try:
-                return self._make(recordings)
+                return self._make(recordings, followed)
             except BaseException:
                 self._vacate()
                 raise
 
-    def _make(self, recordings: Sequence[Recording]) -> Schedule | None:
+    def _make(self, recordings: Sequence[Recording], followed: Schedule | None) -> Schedule | None:
         memory, groups = self._memory, self._memory.groups
         preparation = memory.preparation
         self._agree()
@@ -127,7 +127,7 @@ class Planning:
             problem, same = preparation.attempt(lambda: problem.compared(last), groups)
             self.left = bool(problem.recordings[-1].unplaced)
             if all_agree("same plan", same, groups, self._options.timeout):
-                return None
+                return followed
         self._vacate()
         prepare = functools.partial(self._prepared, problem, chosen, limit)
         made = preparation.attempt(prepare, groups, lambda made: memory.undo(made.held))
@@ -186,8 +186,8 @@ class Planning:
         return name
 
     def _begin_again(self) -> None:
-        """Have no plan, as in the beginning. Collective: yes, over all groups of the model."""
-        self.plan = self._last = self._made = None
+        """Follow no plan, as in the beginning. Collective: yes, over all groups of the model."""
+        self._last = self._made = None
         self._kept, self._after_forward = [], ()
         self.left = self.gradients_move = False
         for unshard in self.unshards:
@@ -347,7 +347,7 @@ class Planning:
             held = preparation.attempt(again, groups, memory.undo)
             if preparation.refusal is not None:
                 self._last = None  # all of it is ordinary from now on
-                return self._make(self._kept)
+                return self._make(self._kept, None)
             memory.adopt(held)
             self._settle()
         return None

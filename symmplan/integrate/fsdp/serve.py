@@ -394,13 +394,11 @@ class Runtime:
     def _plan(self, log: Recording) -> None:
         """Collective: yes. If it fails, FSDP2's collectives run in torch's own way."""
         last, self.schedule, self.recorder.log = self.schedule, None, None
-        made = self.planning.make(log)
-        kept = made is None and self.planning.plan is not None
-        self.schedule = last if kept else made
-        self.counts["replans"] += last is not None and not kept
+        self.schedule = made = self.planning.make(log, last)
+        self.counts["replans"] += last is not None and made is not last
         if self.planning.left:
             self.reasons[reasons.NO_ROOM] += 1
-        elif kept:
+        elif made is last:
             self.reasons[reasons.SAME_PLAN] += 1
         if self.schedule is None:  # see [Note: another program] in `symmplan.integrate.fsdp.plans`
             self._ends.begin()
