@@ -78,6 +78,7 @@ def test_a_program_that_changes_for_good_is_recorded_and_planned_as_in_the_begin
         assert last == (calls - (LAYERS - 1), 0, recorded[2], 1)
 
 
+@pytest.mark.further
 def test_steps_of_two_kinds_in_turn_are_planned_together(two):
     for *_, before, last in two.run(_both, [True, False] * 4):
         placed, _, _, replans = last
