@@ -147,7 +147,7 @@ class _Program:
             self.drop(("gradient", layer))
 
 
-def _reserved(layers, had=(), optimized=(), free=0):
+def _reserved(layers, had=(), optimized=(), free=-1 << 40):
     program = _Program(layers, had=had, optimized=optimized)
     program.step()
     unsharded = {f"l{i}": weight * MIB for i, (weight, _, _) in enumerate(layers)}
@@ -179,14 +179,17 @@ many = st.lists(st.integers(1, 30 * MIB), max_size=6)
 @given(layers, st.data(), many, many)
 def test_a_replay_has_what_the_program_would_have(layers, data, had, optimized):
     """Which is a program whose collectives run so from the second step on."""
-    reserved, recorded = _reserved(layers, had, optimized)
+    free = data.draw(st.sampled_from([-1 << 40, 1 << 40]))
+    reserved, recorded = _reserved(layers, had, optimized, free)
     assert reserved.complete
     calls = recorded.recording.collectives
     chosen = _chosen(data, calls)
 
-    def has(algorithms, **how):
-        return _has(_Program(layers, (), had, optimized), algorithms, **how)
+    def has(algorithms, *, kept=reserved.keeps, **how):
+        return _has(_Program(layers, (), had, optimized), algorithms, kept=kept, **how)
 
+    placed = ["symmetric"] * len(calls)
+    assert reserved.keeps == (free > 0 and has(placed, kept=True) < has(placed, kept=False))
     without, all_ = (has([name] * len(calls)) for name in ("symmetric", "ordinary"))
     assert reserved.replaced == all_ - without
     assert reserved.more(chosen) == has(chosen) - without
