@@ -80,7 +80,7 @@ class Preparation:
         memory: Name of the memory backend that was last agreed on; empty before.
         device: Where its tensors lay when that was agreed on; None before.
         at_once: Bytes that may be taken before torch's allocator has given back what it cached.
-        keeps_cache: Whether it keeps that.
+        keeps_cache: Whether torch's allocator keeps its cache when memory is obtained.
         slack: As in `symmplan.memory.room.Room`, as it was last agreed on.
     """
 

@@ -28,6 +28,7 @@ from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.memory.cache import fits
 from symmplan.memory.device_memory import device_memory
 from symmplan.memory.meeting.topology import served
+from symmplan.memory.streams import synchronize
 from symmplan.model import Buffer
 from symmplan.runtime.tenants import timed
 
@@ -86,7 +87,7 @@ class Planning:
         self._last: StepProblem | None = None
         self._made: StepPlan | None = None
         self._after_forward: Sequence[str] = ()
-        # The steps after which all began again.
+        # By the collectives of each, the steps after which all began again.
         self._others: set[tuple[Key, ...]] = set()
 
     def make(self, recording: Recording, followed: Schedule | None) -> Schedule | None:
@@ -287,6 +288,9 @@ class Planning:
     def _alone(self, what: str, mine: bool) -> bool:
         """Whether all ranks say so, and on none anybody else was seen in the segments.
 
+        Then the work of all ranks in the segments is done: each waits for its own before it says
+        so, as peers reach into them.
+
         Args:
             what: Name of the exchange, for messages.
             mine: What this rank says.
@@ -295,6 +299,8 @@ class Planning:
         """
         memory = self._memory
         mine = mine and memory.turns is None and not any(memory.tenants)
+        if mine:
+            synchronize(memory.device)
         return all_agree(what, mine, memory.groups, self._options.timeout) and mine
 
     def can_move(self) -> bool:

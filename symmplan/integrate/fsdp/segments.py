@@ -367,12 +367,9 @@ class Memory:
         self._dismiss()
         for group in filter(None, self.reached.values()):
             PROCESS.segments_made[group] = PROCESS.segments_made.get(group, 0) + 1
-        self._older += self._arenas
-        self._arenas[:] = [arena]
-        self.let_go()
+        self._retire()
+        self._arenas.append(arena)
         self.rendezvous += rendezvous
-        self._views.clear()
-        self._pushes.clear()
 
     def let_go(self) -> None:
         """Give older segments back once no buffers are left in them.
@@ -400,13 +397,17 @@ class Memory:
         self.program.begin()
 
     def leave(self) -> None:
-        """Give back what is not in use any more. Collective: yes, over all groups."""
+        """Give back what nobody uses, where no rank works. Collective: yes, over all groups."""
+        self._retire()
+        self.take_back_replaced()
+
+    def _retire(self) -> None:
+        """The segments are older ones from now on. Collective: no."""
         self._older += self._arenas
         self._arenas.clear()
         self._views.clear()
         self._pushes.clear()
         self.let_go()
-        self.take_back_replaced()
 
     def _dismiss(self) -> None:
         """Let a tenant look for other memory when it next runs. Collective: no."""

@@ -373,7 +373,7 @@ class Runtime:
             if self._tries <= 8 * REPLANS and self.planning.can_move():
                 self.recorder.release_all()  # what is there leaves for a new plan
                 self._plan(log)
-        if self.schedule is not None or self.recorder.log is None:
+        if self.schedule is not None or self.recorder.log is None:  # it is to be recorded again
             self.memory.let_go()
             self.begin_stretch()
         self._lacking.begin()
