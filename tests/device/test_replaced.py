@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from unittest import mock
 
 import pytest
@@ -151,3 +152,37 @@ def test_experts_have_the_segment_of_their_last_plan_only(two, captured):
         first, *_, last = (mine for *_, mine in found)
         assert first < last == found[-1][0] - captured * first
         assert found[0][1] == WINDOW == found[-1][1] - captured * WINDOW
+
+
+def _asleep(rank, world):
+    """Whether the last rank had taken its windows back when this one was through with its own."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    from symmplan.memory.backends import windows
+
+    model = torch.nn.Linear(512, 512, bias=False)
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (world,)))
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
+    for _ in range(2):
+        model(torch.ones(4, 512)).sum().backward()
+    store, take_back = dist.distributed_c10d._get_default_store(), windows._take_back
+
+    def late(group, ended):
+        time.sleep(0.5)
+        taken = take_back(group, ended)
+        store.set("taken back", "")
+        return taken
+
+    with mock.patch.object(windows, "_take_back", late if rank == world - 1 else take_back):
+        handle.sleep()
+    found = store.check(["taken back"])
+    handle.remove()
+    return found, state().device.segments
+
+
+def test_no_rank_goes_on_while_a_peer_still_maps_what_it_gave_back(two):
+    """The driver would not have these bytes yet."""
+    for found, held in two.run(on_devices, _asleep):
+        assert found
+        assert held == 0

@@ -141,6 +141,8 @@ class WindowsBackend(TorchSymmBackend):
 def take_back(groups: Mapping[str, Any], timeout: float) -> None:
     """Take the windows back that no rank of their group needs any more.
 
+    The driver has their bytes then: a peer that still mapped them would keep them.
+
     Args:
         groups: ``{name: process group}``, also of such as have no windows.
         timeout: Seconds that ranks wait for each other.
@@ -149,8 +151,9 @@ def take_back(groups: Mapping[str, Any], timeout: float) -> None:
     """
     asked = {name: group for name, group in groups.items() if group in PROCESS.windows}
     mine = {name: _ended(group) for name, group in asked.items()}
-    for name, said in all_gather_json("ended windows", mine, asked, timeout).items():
-        _take_back(asked[name], said)
+    told = all_gather_json("ended windows", mine, asked, timeout)
+    taken = [name for name, said in told.items() if _take_back(asked[name], said)]
+    all_gather_json("windows taken back", dict.fromkeys(taken), asked, timeout)
 
 
 def _ended(group: Any) -> list[int]:
@@ -159,15 +162,17 @@ def _ended(group: Any) -> list[int]:
     return [n for n, window in enumerate(windows) if window is not None and window.ended]
 
 
-def _take_back(group: Any, ended: Sequence[Sequence[int]]) -> None:
-    """Take back what each rank of a group says that it does not need."""
+def _take_back(group: Any, ended: Sequence[Sequence[int]]) -> bool:
+    """Take back what each rank of a group says that it does not need; whether that is any."""
     windows = PROCESS.windows.get(group, [])
-    for number in sorted(set.intersection(*map(set, ended))):
+    numbers = sorted(set.intersection(*map(set, ended)))
+    for number in numbers:
         allocation, windows[number] = windows[number], None
         assert allocation is not None
         for which, window in allocation.windows:
             if which is group:
                 nccl.deregister(window, group)
+    return bool(numbers)
 
 
 class _Mapped:
