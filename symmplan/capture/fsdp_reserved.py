@@ -71,11 +71,14 @@ class Reserved:
         allocations: What it did from then on.
         unsharded: ``{site: bytes}`` of the unsharded parameters that a plan may place.
         free: Bytes that a plan may take while the allocator keeps its cache.
+        had: The `most` of steps that the program made before.
 
     Attributes:
         complete: Whether the buffer of each collective was found among the allocations. Those that
             a process group allocates are not there.
         keeps: Whether the allocator keeps its cache when segments are obtained.
+        most: Bytes that the allocator needs with all of FSDP2's buffers. It gives nothing back
+            until the device is full, so these are no fewer than for earlier steps.
         replaced: By how many bytes the allocator needs less without FSDP2's buffers.
     """
 
@@ -84,6 +87,7 @@ class Reserved:
     _allocations: Sequence[Allocation]
     _unsharded: Mapping[str, int]
     _free: int = 0
+    _had: int = 0
     _flat: dict[int, int] = field(factory=dict, init=False)
     _parameters: dict[int, int] = field(factory=dict, init=False)
     _gradients: dict[int, list[int]] = field(factory=dict, init=False)
@@ -94,6 +98,7 @@ class Reserved:
     _ordinary: list[AlgorithmName] = field(init=False)
     complete: bool = field(default=True, init=False)
     keeps: bool = field(default=False, init=False)
+    most: int = field(init=False)
     replaced: int = field(init=False)
     _without: int = field(init=False)
     _known: dict[tuple[AlgorithmName, ...], int] = field(factory=dict, init=False)
@@ -107,7 +112,7 @@ class Reserved:
         self._find_gradients(self._first, size)
         calls = len(self._recording.collectives)
         self._ordinary = ["ordinary"] * calls
-        most = self._replayed(self._ordinary)
+        most = self.most = max(self._had, self._replayed(self._ordinary))
         placed: list[AlgorithmName] = ["symmetric"] * calls
         given_back = self._without = self._replayed(placed)
         self.keeps = True
@@ -145,7 +150,10 @@ class Reserved:
     def _find_gradients(
         self, events: Sequence[tuple[Allocation, bool]], size: Mapping[int, int]
     ) -> None:
-        """By a buffer of gradients, those that FSDP2 frees when it has copied them there."""
+        """By a buffer of gradients, those that FSDP2 frees when it has copied them there.
+
+        They were there before the buffer. What is left of it may be padding.
+        """
         filling: dict[int, int] = {}  # number of a buffer: bytes of gradients that are not freed
         for change, begins in events:
             number = change.number
@@ -156,7 +164,7 @@ class Reserved:
             elif number > 0 and not begins:
                 filling.pop(number, None)
                 for buffer, left in filling.items():
-                    if size[number] <= left:
+                    if number < buffer and size[number] <= left:
                         filling[buffer] -= size[number]
                         self._gradients.setdefault(buffer, []).append(number)
                         break

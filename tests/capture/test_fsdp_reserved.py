@@ -364,6 +364,19 @@ def _goes_on(said):
         return reserved.goes_on(["symmetric"] * calls, 100, 40, plan=1)
 
 
+def test_a_program_that_changes_has_what_it_had_before():
+    """Torch's allocator gives nothing back of that."""
+    program = _Program([(20, 10, 0), (10, 5, 5)])
+    program.step()
+    begun = program.recording, program.held, program.history, {"l0": 20 * MIB, "l1": 10 * MIB}
+    first = Reserved(*begun)
+    for more in (-MIB, 0, 30 * MIB):
+        later = Reserved(*begun, 0, first.most + more)
+        assert later.most == first.most + max(0, more)
+        assert later.replaced == first.replaced + max(0, more)
+        assert later.more(later._ordinary) == first.more(first._ordinary)
+
+
 def test_what_a_step_leaves_behind_is_there_in_the_next_one():
     """As the state of an optimizer is, which is made at the end of the first step."""
     program = _Program([(20, 0, 0)])

@@ -93,3 +93,17 @@ def test_a_capacity_that_was_given_is_no_reason_to_begin_again(two):
     for found in two.run(run):
         assert len({recorded for _, _, recorded, _ in found}) == 1
         assert found[-1][3] == 1
+
+
+def _emptied(rank, world, resharded):
+    """How often the allocator gave back its cache since what was done had no place."""
+    from symmplan.integrate.fsdp import lacking
+
+    with mock.patch.object(lacking, "empty_cache", wraps=lacking.empty_cache) as emptied:
+        on_devices(rank, world, _steps, resharded, had=0, counted=True)
+    return emptied.call_count
+
+
+def test_a_step_that_does_other_than_planned_begins_without_what_is_cached(two):
+    for resharded, times in (([True] * 4, 0), ([True] * 2 + [False] * 4, 1)):
+        assert two.run(_emptied, resharded) == [times] * 2

@@ -38,16 +38,26 @@ class ProgramUsage:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._allocations = Allocations()
+        self._reserved: Reserved | None = None
         self.begin()
 
-    def begin(self) -> None:
-        """Nothing is known, and the device is looked at from now on. Collective: no."""
+    def begin(self, device: torch.device | None = None, segments: int = 0) -> None:
+        """Nothing is known, and the device is looked at from now on. Collective: no.
+
+        Args:
+            device: Which, where the program had a plan.
+            segments: Bytes of that.
+        """
         self.end()
         self.looks = True
+        there = None if device is None else device_memory(device)
+        # The program may have emptied the cache since its last recording.
+        now = 0 if there is None else there.reserved + segments
+        self._had = 0 if self._reserved is None else min(now, self._reserved.most)
         self._usage: Usage | None = None
         # The recording by which that is known, and what torch's allocator has for it.
         self._looked: Recording | None = None
-        self._reserved: Reserved | None = None
+        self._reserved = None
         self._most = self._retries = 0
         self._retried = False
 
@@ -94,7 +104,8 @@ class ProgramUsage:
         self._retried = there.retries > self._retries + 1
         held, allocations = self._allocations.end()
         if allocations:
-            reserved = Reserved(recording, held, allocations, unsharded, beside_cache(there))
+            free = beside_cache(there)
+            reserved = Reserved(recording, held, allocations, unsharded, free, self._had)
             self._reserved = reserved if reserved.complete else None
 
     def agreed(self, groups: Mapping[str, Any], others: int) -> Usage | None:

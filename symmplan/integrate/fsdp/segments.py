@@ -392,9 +392,9 @@ class Memory:
 
     def begin_again(self) -> None:
         """Have no segments, and look at the device again. Collective: yes, over all groups."""
+        self.program.begin(self.device, self.segment_bytes)
         self.leave()
         empty_cache(self.device)
-        self.program.begin()
 
     def leave(self) -> None:
         """Give back what nobody uses, where no rank works. Collective: yes, over all groups."""
