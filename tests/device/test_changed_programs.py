@@ -12,6 +12,8 @@ from fsdp_models import mesh as mesh_of
 from ranks import pool_of
 
 import symmplan
+from symmplan.integrate.fsdp import lacking as lacking_module
+from symmplan.integrate.fsdp.lacking import Lacking
 
 pytestmark = [pytest.mark.ranks, pytest.mark.all_cases]
 
@@ -97,9 +99,8 @@ def test_a_capacity_that_was_given_is_no_reason_to_begin_again(two):
 
 def _emptied(rank, world, resharded):
     """How often the allocator gave back its cache since what was done had no place."""
-    from symmplan.integrate.fsdp import lacking
-
-    with mock.patch.object(lacking, "empty_cache", wraps=lacking.empty_cache) as emptied:
+    real = lacking_module.empty_cache
+    with mock.patch.object(lacking_module, "empty_cache", wraps=real) as emptied:
         on_devices(rank, world, _steps, resharded, had=0, counted=True)
     return emptied.call_count
 
@@ -107,3 +108,14 @@ def _emptied(rank, world, resharded):
 def test_a_step_that_does_other_than_planned_begins_without_what_is_cached(two):
     for resharded, times in (([True] * 4, 0), ([True] * 2 + [False] * 4, 1)):
         assert two.run(_emptied, resharded) == [times] * 2
+
+
+def test_a_program_that_does_something_new_in_each_step_keeps_what_is_cached():
+    lacking = Lacking(mock.Mock(), 3)
+    with mock.patch.object(lacking_module, "empty_cache") as emptied:
+        lacking._memory.facade.is_capturing.return_value = False
+        for step in range(8):
+            lacking.note("crowded", "a", step)
+            lacking.note("crowded", "b", step)
+            assert emptied.call_count == min(step + 1, 3)
+            lacking.begin()

@@ -9,7 +9,8 @@
 [Note: bytes beside a plan]
     What has no place needs ordinary memory beside the segments, in other sizes than the planned
     stretches did. Torch's allocator would have it on top of what it has cached for these. So it
-    gives that back when a stretch first does something that none did before.
+    gives that back when a stretch first does something that none did before, but not more often
+    than the program may be planned again.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ class Lacking:
 
     Args:
         memory: What the plan lies in.
+        times: In how many stretches at most torch's allocator gives back its cache.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, times: int) -> None:
         self._memory = memory
+        self._times = times
         self._now: set[tuple[Hashable, ...]] = set()
         self._seen: set[tuple[Hashable, ...]] = set()
         self._planned_for: set[tuple[Hashable, ...]] = set()
@@ -52,7 +55,8 @@ class Lacking:
         noted = why, *what
         if noted in self._planned_for:
             return
-        if not self._now and noted not in self._seen:
+        if self._times and not self._now and noted not in self._seen:
+            self._times -= 1
             self._give_back_cache()
         self._now.add(noted)
         self._seen.add(noted)

@@ -86,7 +86,7 @@ class Runtime:
         self._arrived: Key | None = None
         self._ends = StepEnds()
         self._outside = False
-        self._lacking = Lacking(self.memory)
+        self._lacking = Lacking(self.memory, REPLANS)
         self._tries = 0
         PROCESS.watchers.add(self)
         fsdp2.watch_copy_in()
