@@ -179,6 +179,19 @@ def test_the_tensors_of_a_program_count():
         assert state().device.retries == 1
 
 
+def test_what_lies_in_a_segment_or_in_another_tensor_does_not_count():
+    with installed(total=4096, had=0, counted=True) as doubles:
+        segment, tensor = symm_mem.empty(1024, CPU), torch.empty(64)
+        kept = [segment.view(torch.float32)]
+        for whole in (segment, tensor):
+            storage = torch._C._construct_storage_from_data_pointer(whole.data_ptr() + 16, CPU, 128)
+            kept.append(torch.empty(0).set_(storage).mul_(2))
+        assert doubles.device.allocated == 256
+        assert doubles.device.segments == 1024
+        kept.append(torch.empty(64))
+        assert doubles.device.allocated == 512
+
+
 def test_the_cache_is_emptied_for_what_does_not_fit_into_it():
     with installed(total=1000, had=0, counted=True):
         torch.empty(50)

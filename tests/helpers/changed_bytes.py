@@ -10,6 +10,8 @@ devices a small model is trained, and only the counters say anything.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from ranks import RankPool
 
@@ -21,15 +23,20 @@ STEPS = 6
 PHASES = {"first": True, "unsharded": False, "again": True}
 #: Layers, width, words of the vocabulary.
 LARGE, SMALL = (12, 4096, 32768), (4, 64, 128)
-#: ``(type of reductions, tokens, whether AdamW steps)``.
-CASES = [("bfloat16", 4096, False), ("float32", 2048, True)]
+#: ``(type of reductions, tokens, whether AdamW steps, whether layers are compiled, checkpointed)``.
+CASES = [
+    ("bfloat16", 4096, False, False),
+    ("float32", 2048, True, False),
+    ("bfloat16", 4096, True, True),
+]
 
 
-def _trained(rank, world, device, planned, reduce, tokens, optimized):
+def _trained(rank, world, device, planned, reduce, tokens, optimized, checkpointed):
     """A row for each phase."""
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn import functional
+    from torch.utils.checkpoint import checkpoint
 
     import symmplan
     from symmplan.bench.parts.fsdp_ranks import _Driver
@@ -41,6 +48,10 @@ def _trained(rank, world, device, planned, reduce, tokens, optimized):
         model = Llama(layers, dim, words)
     if not optimized:
         model = model.bfloat16()
+    if checkpointed:
+        for layer in model.layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+            layer.compile()
     policy = MixedPrecisionPolicy(torch.bfloat16, getattr(torch, reduce))
     mesh = dist.init_device_mesh(device, (world,))
     for part in (*parts(model), model):
@@ -74,14 +85,15 @@ def _trained(rank, world, device, planned, reduce, tokens, optimized):
 def main():
     """Print the table."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    lines = [("reductions", "side", "phase", "at most", "behind", "placed", "replans")]
+    lines = [("program", "side", "phase", "at most", "behind", "placed", "replans")]
     for case in CASES:
         for planned in (False, True):
             init = "nccl" if device == "cuda" else "gloo"
             with RankPool(2, init=init, timeout=150) as pool:
                 rows, _ = pool.run(_trained, device, planned, *case)
             side = "symmplan" if planned else "FSDP2"
-            lines += [(case[0], side, *map(str, row)) for row in rows]
+            program = case[0] + ", checkpoints" * case[3]
+            lines += [(program, side, *map(str, row)) for row in rows]
     print("\n".join(table(lines)))
 
 

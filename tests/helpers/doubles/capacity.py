@@ -40,6 +40,8 @@ class Device:
         # ``(block, its bytes now, stream)`` of tensors as they came, were resized and went.
         self.history = []
         self._direct, self._counted, self._sizes = [], {}, {}
+        # Mappings of segments.
+        self._mappings = []
 
     @property
     def segments(self):
@@ -108,12 +110,25 @@ class Device:
         storage = tensor.untyped_storage()
         if storage._cdata in self._counted or not storage.nbytes():
             return
-        if any(a() == storage._cdata for a, _ in self._direct):
+        if self._lies_in_another(storage):
             return
         self._reserve(storage.nbytes())
         self._counted[storage._cdata] = weakref.ref(storage)
         self._sizes[storage._cdata] = 0  # as it had none before
         self.reserved  # noqa: B018 - the most so far
+
+    def mapped(self, storage):
+        """A storage is a mapping of a segment, which the allocator does not have."""
+        self._mappings.append(weakref.ref(storage))
+
+    def _lies_in_another(self, storage):
+        """Whether its bytes are those of a mapping, or of a storage that is counted already."""
+        self._mappings = [mapping for mapping in self._mappings if mapping() is not None]
+        begin = _address(storage)
+        others = (other() for other in (*self._mappings, *self._counted.values()))
+        return any(
+            other is not None and 0 <= begin - _address(other) < other.nbytes() for other in others
+        )
 
     def _reserve(self, nbytes):
         reserved, free = self.reserved, self.free
@@ -156,6 +171,9 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         result = op(*args, **(kwargs or {}))
+        if op is torch.ops.aten.from_file.default:
+            self._device.mapped(result.untyped_storage())
+            return result
         for value in tree_leaves(result):
             if type(value) is torch.Tensor and value.device.type == "cpu":
                 self._device.count(value)
@@ -185,6 +203,14 @@ def _alive(tensor):
     storage = tensor.untyped_storage()
     weak, number = weakref.ref(storage), storage._cdata
     return lambda: None if weak() is None else number
+
+
+def _address(storage):
+    """Where a storage's bytes are; 0 if it has none."""
+    try:
+        return storage.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _refuse_capture():

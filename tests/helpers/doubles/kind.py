@@ -157,3 +157,6 @@ def put_in_torch(stack):
     }
     for name, double in doubles.items():
         replaced(stack, torch.cpu, name, lambda _, new: new, double)
+    # And, where gradients are cast, whatever accelerator there is.
+    of_accelerator = torch.accelerator, "current_stream"
+    replaced(stack, *of_accelerator, lambda _, new: new, doubles["current_stream"])
