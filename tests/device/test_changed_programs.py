@@ -53,6 +53,8 @@ def _steps(rank, world, resharded, planned=True, **options):
             model.zero_grad()
             if handle is not None:
                 assert state().device.segments == handle.stats.segment_bytes
+                if handle.stats.replans:  # no more than the plan needs; none while it is recorded
+                    assert handle.stats.segment_bytes in (0, handle.plan.peak_bytes)
                 assert handle.planned == (step > 0)
                 stats.append(handle.stats)
     if handle is not None:

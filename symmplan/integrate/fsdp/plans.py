@@ -30,6 +30,7 @@ from symmplan.memory.device_memory import device_memory
 from symmplan.memory.meeting.topology import served
 from symmplan.memory.streams import synchronize
 from symmplan.model import Buffer
+from symmplan.runtime.leases import in_use
 from symmplan.runtime.tenants import timed
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ class Planning:
 
         def finished(made: StepPlan) -> StepPlan:
             arena = memory.arena
-            if arena is not None and self._alone("larger segments", not fits(made.plan, arena)):
+            if arena is not None and self._alone("other segments", _moves(made.plan, arena)):
                 memory.leave()  # both together may be more than there is room for
             held = memory.prepare(made.plan, made.by_engines)
             return evolve(problem.advised(made, demotables(made, chosen)), held=held)
@@ -390,6 +391,13 @@ class Planning:
         Collective: yes, over all groups.
         """
         return self._agree(), self.fitting.choose([recording])[0].choices
+
+
+def _moves(plan: Plan, arena: Arena) -> bool:
+    """Whether a plan is to have other segments than these: larger ones, or less in all."""
+    if not fits(plan, arena):
+        return True
+    return plan.peak_bytes < arena.segment_bytes and not in_use(arena.segments.values())
 
 
 def _needs(number: int, tenant: Tenant) -> tuple[Buffer, ...]:
