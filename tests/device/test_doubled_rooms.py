@@ -14,7 +14,6 @@ import torch
 from doubles import on_devices, state
 from doubles.network import BYTES, RESTRICTED, WINDOW
 from ranks import pool_of
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import symmplan
@@ -359,7 +358,7 @@ def _replayed(rank, world, choose, without):
 
     if rank == without:
         state().device.history = _Nothing()
-    model = torch.nn.Sequential(*(torch.nn.Linear(1792, 1792, bias=False) for _ in range(3)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(1792, 1792, bias=False) for _ in range(6)))
     for module in (*model, model):
         fully_shard(module, mesh=dist.init_device_mesh("cpu", (world,)))
     with (
@@ -394,10 +393,8 @@ def test_a_plan_takes_no_more_than_the_history_of_the_allocator_allows(two, choo
     (unknown, more), same = two.run(run, _replayed, choose, 1)
     assert (unknown, more) == same
     assert unknown is None
-    # Pushes have slots, and keep gradients until they are over. FSDP2 of newer torch (2.15) frees
-    # gradients before it reduces them, and there is no room for slots either way.
-    slots = choose == "push" and not hasattr(FSDPParamGroup, "_take_unsharded_grads_to_reduce")
-    assert taken < more if slots else taken == more
+    # Pushes have slots, and keep gradients until they are over.
+    assert taken < more if choose == "push" else taken == more
 
 
 class _Products(TorchDispatchMode):

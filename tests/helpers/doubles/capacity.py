@@ -108,6 +108,7 @@ class Device:
     def count(self, tensor):
         """A tensor of the program has been made."""
         storage = tensor.untyped_storage()
+        self._tensors()  # what is gone may have been where this one is
         if storage._cdata in self._counted or not storage.nbytes():
             return
         if self._lies_in_another(storage):
