@@ -23,15 +23,16 @@ STEPS = 6
 PHASES = {"first": True, "unsharded": False, "again": True}
 #: Layers, width, words of the vocabulary.
 LARGE, SMALL = (12, 4096, 32768), (4, 64, 128)
-#: ``(type of reductions, tokens, whether AdamW steps, whether layers are compiled, checkpointed)``.
+#: ``(type of reductions, tokens, whether AdamW steps, layers are compiled, checkpointed)``.
 CASES = [
-    ("bfloat16", 4096, False, False),
-    ("float32", 2048, True, False),
-    ("bfloat16", 4096, True, True),
+    ("bfloat16", 4096, False, False, False),
+    ("float32", 2048, True, False, False),
+    ("bfloat16", 4096, True, True, True),
+    ("bfloat16", 4096, True, True, False),
 ]
 
 
-def _trained(rank, world, device, planned, reduce, tokens, optimized, checkpointed):
+def _trained(rank, world, device, planned, reduce, tokens, optimized, compiled, checkpointed):
     """A row for each phase."""
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -48,9 +49,10 @@ def _trained(rank, world, device, planned, reduce, tokens, optimized, checkpoint
         model = Llama(layers, dim, words)
     if not optimized:
         model = model.bfloat16()
-    if checkpointed:
-        for layer in model.layers:
+    for layer in model.layers:
+        if checkpointed:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        if compiled:
             layer.compile()
     policy = MixedPrecisionPolicy(torch.bfloat16, getattr(torch, reduce))
     mesh = dist.init_device_mesh(device, (world,))
@@ -92,7 +94,7 @@ def main():
             with RankPool(2, init=init, timeout=150) as pool:
                 rows, _ = pool.run(_trained, device, planned, *case)
             side = "symmplan" if planned else "FSDP2"
-            program = case[0] + ", checkpoints" * case[3]
+            program = case[0] + ", compiled" * case[3] + ", checkpoints" * case[4]
             lines += [(program, side, *map(str, row)) for row in rows]
     print("\n".join(table(lines)))
 
