@@ -7,6 +7,9 @@
     counted as taken by that. Another process on the device may change it meanwhile, also to less
     than nothing. What first uses the program's own communicators counts what these take then.
 
+    Trials run kernels that the program has not, and the driver may have back later what it took for
+    them. So if less is in use than was counted, the trials have that much less.
+
     What is in use beyond all of these, and was not when something was first counted, has no owner:
     the program's later communicators, kernels that are loaded when they first run, and other
     processes.
@@ -91,16 +94,20 @@ def beyond_segments() -> dict[str, Any]:
     read = nccl.communicator_bytes([*PROCESS.engines_made.values()])
     if read is not None and "communicators" in by_cause and not PROCESS.device_counterparts:
         by_cause["communicators"] = read
-    taken = sum(by_cause.values())
     grown = [
         now - before
         for device, before in PROCESS.beyond_before.items()
         if (now := _beyond(device)) is not None
     ]
+    without = sum(grown) - sum(by_cause.values()) if grown else 0
+    returned = min(-without, by_cause.get("trials", 0))
+    if returned > 0:
+        by_cause["trials"] -= returned
+        without += returned
     return {
-        "bytes_beyond_segments": taken,
+        "bytes_beyond_segments": sum(by_cause.values()),
         "beyond_segments": tuple(sorted(by_cause.items(), key=lambda item: (-item[1], item[0]))),
-        "bytes_without_owner": sum(grown) - taken if grown else 0,
+        "bytes_without_owner": without,
     }
 
 

@@ -49,6 +49,22 @@ class _Driver:
         return taking
 
 
+@pytest.mark.parametrize(("returned", "left"), [(0, 66), (64, 2), (70, 0)])
+def test_what_trials_took_may_be_returned_later(returned, left, monkeypatch):
+    driver = _Driver()
+    monkeypatch.setattr(beyond, "device_memory", driver.memory)
+    monkeypatch.setattr(PROCESS, "beyond", {})
+    monkeypatch.setattr(PROCESS, "beyond_before", {})
+    for cause, taken in (("windows", 36), ("trials", 66)):
+        with counting(cause, CPU):
+            driver.others += taken
+    driver.others -= returned
+    found = beyond_segments()
+    assert dict(found["beyond_segments"]) == {"windows": 36, "trials": left}
+    assert found["bytes_beyond_segments"] == 36 + left
+    assert found["bytes_without_owner"] == min(0, 66 - returned)
+
+
 _steps = st.recursive(
     st.integers(-50, 50),
     lambda inner: st.tuples(st.sampled_from("abc"), st.lists(inner, max_size=3)),
