@@ -74,6 +74,11 @@ class Case:
         return self.alone and collective_of(self.op) == "all-reduce"
 
     @property
+    def signal_pad(self) -> bool:
+        """Whether some algorithm of it uses the signal pad of its tensors."""
+        return False
+
+    @property
     def itemsize(self) -> int:
         """Bytes of an element."""
         return int(getattr(torch, self.dtype).itemsize)

@@ -45,6 +45,11 @@ class OpCase(Case):
     others: tuple[tuple[str, Any], ...]
     row: Lowering | None = field(default=None, eq=False)
 
+    @property
+    def signal_pad(self) -> bool:
+        """Whether some algorithm of it uses the signal pad of its tensors."""
+        return self.row is not None and self.row.kernel
+
     def sizes(self) -> tuple[int, int]:
         """Bytes of its inputs and of its results; in place, both are as large."""
         made = [self._made(n) for n in self.numels]

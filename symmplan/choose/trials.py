@@ -245,8 +245,11 @@ class _Trials:
         sizes = [part.sizes() for part in self.parts.values()]
         most = {w: max((s[i] for s in sizes), default=0) for i, w in enumerate(("in", "out"))}
         # Names of groups may differ between ranks.
+        pads = {c.group for c in cases if c.signal_pad}
         buffers = [
-            Buffer(f"{w} {i}", n, g) for i, g in enumerate(self.groups) for w, n in most.items()
+            Buffer(f"{w} {i}", n, g, signal_pad=g in pads)
+            for i, g in enumerate(self.groups)
+            for w, n in most.items()
         ]
         self.problem = Problem(
             buffers=tuple(buffers),

@@ -160,7 +160,7 @@ _C10D: Mapping[str, Lowering] = {
 _CUDA: Mapping[str, Lowering] = {
     **_C10D,
     **{
-        op: evolve(row, target="symm_mem::two_shot_all_reduce_", kernel=True)
+        op: evolve(row, target="symmplan::kernel_all_reduce_", kernel=True)
         for op, row in _C10D.items()
         if row.target == f"{_F}all_reduce_"
     },

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 #: The first kind one of whose words is in a kernel's name.
 _KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("symmetric kernels", ("ncclsymk", "ncclsymdev", "two_shot_all_reduce")),
+    ("symmetric kernels", ("ncclsymk", "ncclsymdev", "two_shot_all_reduce", "lamport_all_reduce")),
     ("NCCL kernels", ("nccl",)),
     ("copy engines", ("memcpy ptop",)),
     ("local copies", ("memcpy",)),

@@ -42,4 +42,4 @@ def test_all_shapes_take_what_the_largest_takes(shapes):
     assert len(report.plans) == len(shapes)
     assert report.peak_bytes == 512 * WIDTH * 4
     ((found,),) = [{(c.op, c.algorithm) for c in report.collectives}]
-    assert found == ("symm_mem::two_shot_all_reduce_", "symmetric")
+    assert found == ("symmplan::kernel_all_reduce_", "symmetric")

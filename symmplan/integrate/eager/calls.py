@@ -143,13 +143,13 @@ class EagerMachine:
             given = (*args, *kwargs.values())
             changing = (x for x in given if isinstance(x, CallValue) and x not in self.bound)
             work = self.do(run, *changing)
-            if row is not None and not row.synchronous:
+            if row is not None and row.kernel:
+                self._until(self.do(_queued, args[0]), args[0])
+            elif row is not None and not row.synchronous:
                 self._until(work, kwargs["out"])
         elif op.namespace == "symm_mem":
             found = {name: self._found(x) for name, x in kwargs.items()}
             self.do(op, *map(self._found, args), **found)
-            if row is not None and row.kernel:
-                self._until(self.do(_queued, args[0]), args[0])
         elif form is None or op.namespace != "_c10d_functional":
             self.do(op, *args, **kwargs)
         else:

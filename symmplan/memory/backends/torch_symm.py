@@ -27,6 +27,7 @@ NCCLSymmetricMemory.cu}}.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,7 @@ from symmplan.device import device_of
 from symmplan.errors import BackendError, OutOfSharedMemoryError
 from symmplan.memory.device_memory import require_left
 from symmplan.memory.meeting.device_hosts import DeviceHostsMeeting, device_counterparts
+from symmplan.memory.meeting.mailbox import Mailbox, has_mailboxes, mailbox_nbytes
 from symmplan.memory.meeting.torch_rendezvous import TorchRendezvous, first_line
 from symmplan.process import PROCESS
 from symmplan.torch_private import c10d, nccl, symm_mem
@@ -203,10 +205,31 @@ class TorchSymmBackend:
             begin=segment.begin,
             by_collective=by_collective,
         )
+        if self.name == "cuda" and segment.spec.signal_pad and group.size > 1:
+            made.mailbox = self._mailbox(segment, group, exchange)
         segment.add_rendezvous(made)
 
     def settle(self) -> None:
         """Nothing was needed."""
+
+    def _mailbox(self, segment: Segment, group: Group, exchange: Exchange) -> Mailbox | None:
+        """Where kernels exchange words beside a segment's signal pad. Collective.
+
+        None where some rank has no kernels, or no room.
+        """
+        device, tensor = segment.tensor.device, None
+        nbytes = mailbox_nbytes(group.size, segment.nbytes)
+        if has_mailboxes(device):
+            with contextlib.suppress(RuntimeError), device_of(device).current():
+                tensor, _ = self._at_last(nbytes, device)
+        phase, mine = f"segment {segment.spec.name!r} mailbox", b"%d" % (tensor is not None)
+        said = exchange.round(phase, mine, groups=[group.name])[group.name]
+        if tensor is None or b"0" in said:
+            return None
+        with device_of(device).current():
+            handle = symm_mem.rendezvous(tensor, group.torch_name)
+            met = TorchRendezvous(group, tensor, handle, timeout=segment.timeout)
+            return Mailbox(met, segment.timeout)
 
     def _at_last(
         self, nbytes: int, device: torch.device

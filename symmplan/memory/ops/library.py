@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from symmplan.memory.ops.kernels import kernel_all_reduce_
 from symmplan.memory.ops.one_sided import (
     all_gather_out,
     all_gather_parts_,
@@ -44,6 +45,7 @@ _SCHEMAS: dict[Callable[..., Run], str] = {
     all_gather_start: _GATHER,
     reduce_scatter_start: _SCATTER,
     all_reduce_start: _REDUCE,
+    kernel_all_reduce_: "Tensor(a!) input, str reduce_op, str group_name",
 }
 
 #: ``{qualified name: function}`` of these ops, for whoever need not ask the dispatcher. Each checks

@@ -1,0 +1,118 @@
+"""Small all-reduces in which nobody meets: a word is there when it is not empty.
+
+[Note: words that say that they came]
+    Each rank writes its input straight into a slot of its own in each peer's mailbox, in words of
+    four bytes, and sums what comes into its own, in the order of the ranks. A slot has words that
+    no rank sends: not a number, of one kind. Who finds anything else has the word, so no barrier
+    comes before or behind. Who has read a word empties it again. Each word goes to all peers, so
+    this serves small sums.
+
+    Calls of even and of odd numbers have slots of their own. When a rank writes those of call n, it
+    has ended call n - 1, for which it had words of each peer. Those come from a peer that has ended
+    its call n - 2, and with it has read and emptied the slot. Calls are counted on the device, so
+    each replay of a CUDA graph is a call of its own.
+
+Source: the all-reduces that TensorRT-LLM and FlashInfer call Lamport's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from symmplan.device import device_of, kind_of
+from symmplan.memory.kernels import as_bytes
+
+if TYPE_CHECKING:
+    from symmplan.memory.segment import Rendezvous
+
+__all__ = ["Mailbox", "has_mailboxes", "mailbox_nbytes"]
+
+#: Bytes that a rank may send to its peers in a call. With more, ranks that each sum
+#: a part are faster.
+_MOST = 1 << 20
+#: Words of 32 bits that a program of the kernel sums, and its warps.
+_BLOCK, _WARPS = 512, 4
+#: How often a waiting program looks in a second, about.
+_LOOKS = {"cuda": 1_000_000, "cpu": 10_000}
+#: Whether a word of 32 bits has two numbers.
+_HALVES = {torch.float32: False, torch.bfloat16: True}
+
+
+def has_mailboxes(device: torch.device) -> bool:
+    """Whether there is a Triton that runs kernels on ``device``."""
+    if not kind_of(device).has_kernels and os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    return _kernel() is not None
+
+
+def mailbox_nbytes(ranks: int, nbytes: int) -> int:
+    """Bytes of a mailbox for sums of up to so many bytes, or fewer where those are too large."""
+    room = min(max(nbytes, 4 * _BLOCK), _MOST // max(ranks - 1, 1)) // 16 * 16
+    return 2 * ranks * room
+
+
+@functools.cache
+def _kernel() -> Any:
+    try:
+        from symmplan.memory.meeting.mailbox_kernel import lamport_all_reduce
+    except ImportError:
+        return None
+    return lamport_all_reduce
+
+
+class Mailbox:
+    """All-reduces over one group, one after the other. See [Note: words that say that they came].
+
+    Args:
+        meeting: How the ranks meet in `mailbox_nbytes` bytes of each, which have no other use.
+        timeout: Seconds that a kernel waits for a peer, about.
+
+    Collective: yes, to make one.
+    """
+
+    def __init__(self, meeting: Rendezvous, timeout: float) -> None:
+        peers = meeting.peers
+        self._meeting = meeting  # so that their memory stays mapped
+        self._rank, self._ranks = meeting.group.rank, meeting.group.size
+        own = peers[self._rank]
+        self._device = device = own.device
+        self._own = own.fill_(255).view(torch.int32)  # all empty
+        self._room = self._own.numel() // (2 * self._ranks)  # words
+        addresses = [peer.data_ptr() for peer in peers]
+        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self._calls = torch.zeros(2, dtype=torch.int32, device=device)
+        self._limit = min(int(timeout * _LOOKS[device.type]), 2**31 - 1)
+        meeting.barrier()
+        # Compiled now: a CUDA graph may be captured later.
+        for dtype in _HALVES:
+            for nbytes in (4, 4 * _BLOCK):
+                zeros = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+                self.all_reduce(zeros.view(dtype))
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether it sums such tensors."""
+        nbytes = tensor.numel() * tensor.element_size()
+        return tensor.dtype in _HALVES and 0 < nbytes <= 4 * self._room and not nbytes % 4
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum a contiguous tensor in place, in float32, rounded once: the same bits on all ranks.
+
+        Collective: yes, in the order of the current stream, which is the same as of other calls.
+        """
+        words = as_bytes(tensor).view(torch.int32)
+        numel = words.numel()
+        with device_of(self._device).current():
+            _kernel()[(-(-numel // _BLOCK),)](
+                *(words, self._own, self._addresses, self._calls, numel, self._room, self._limit),
+                RANKS=self._ranks,
+                RANK=self._rank,
+                HALVES=_HALVES[tensor.dtype],
+                WHOLE=not numel % _BLOCK,
+                TRAPS=self._device.type != "cpu",
+                BLOCK=_BLOCK,
+                num_warps=_WARPS,
+            )

@@ -1,0 +1,96 @@
+"""All-reduces through mailboxes: the kernel, interpreted, between real ranks that are late."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import time
+
+import pytest
+import torch
+from ranks import RankPool
+
+import symmplan
+from symmplan.memory import realize
+from symmplan.memory.meeting.mailbox import Mailbox, mailbox_nbytes
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton, which interprets kernels"
+)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def interpreted(request):
+    """Ranks in which kernels run on the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        started = RankPool(request.param, timeout=280.0, method="spawn")
+    with started as ranks:
+        yield ranks
+
+
+def _tensors(choice, world):
+    """All ranks' inputs; bfloat16 of small numbers, since Triton's interpreter does not round."""
+    numel = choice.choice([2, 4, 6, 1022, 1024, 1026])
+    dtype = choice.choice([torch.float32, torch.bfloat16])
+    generator = torch.Generator().manual_seed(choice.randrange(1 << 30))
+    given = [torch.randn(numel, generator=generator) for _ in range(world)]
+    if dtype == torch.bfloat16:
+        given = [(x * 4).round().to(dtype) for x in given]
+    if choice.random() < 0.3:
+        which = given[choice.randrange(world)]
+        which[choice.randrange(numel)] = choice.choice([float("inf"), float("-inf"), -0.0])
+        which.view(torch.int32)[choice.randrange(numel * dtype.itemsize // 4)] = -1  # no number
+    return given
+
+
+def _summed(rank, world, seeds):
+    problem = symmplan.Problem.from_intervals([("x", 0, 1, mailbox_nbytes(world, 8192))])
+    choice, apart, wrong = random.Random(0), random.Random(rank), []
+    with realize(symmplan.plan(problem), memory="shm", timeout=60.0) as arena:
+        (segment,) = arena.segments.values()
+        segment.tensor.fill_(rank)
+        mailbox = Mailbox(segment.meeting(), 60.0)
+        for seed in seeds:
+            given = _tensors(choice, world)
+            mine = given[rank].clone()
+            if apart.random() < 0.3:
+                time.sleep(apart.random() * 0.02)
+            assert mailbox.takes(mine)
+            mailbox.all_reduce(mine)
+            total = torch.zeros(mine.shape)
+            for each in given:
+                total += each.float()
+            if not torch.allclose(mine, total.to(mine.dtype), rtol=0, atol=0, equal_nan=True):
+                wrong.append((seed, mine, total))
+        segment.barrier()  # nobody unmaps what a peer still writes
+    return wrong
+
+
+@needs_triton
+@pytest.mark.ranks
+@pytest.mark.parametrize("seeds", [range(150)])
+def test_late_ranks_have_the_same_sums(interpreted, seeds):
+    assert interpreted.run(_summed, seeds) == [[]] * interpreted.world_size
+
+
+@needs_triton
+def test_other_tensors_are_not_taken(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    problem = symmplan.Problem.from_intervals([("x", 0, 1, mailbox_nbytes(1, 64))])
+    with realize(symmplan.plan(problem), memory="local") as arena:
+        (segment,) = arena.segments.values()
+        mailbox = Mailbox(segment.meeting(), 1.0)
+    sizes = {512: True, 513: False, 0: False, 15: True}
+    for numel, taken in sizes.items():
+        assert mailbox.takes(torch.zeros(numel)) == taken
+    assert not mailbox.takes(torch.zeros(3, dtype=torch.bfloat16))
+    assert not mailbox.takes(torch.zeros(4, dtype=torch.float16))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nbytes", "found"),
+    [(2, 1 << 20, 4 << 20), (2, 4 << 20, 4 << 20), (2, 8, 8192), (8, 4096, 65536)],
+)
+def test_a_mailbox_has_room_for_what_is_worth_it(ranks, nbytes, found):
+    assert mailbox_nbytes(ranks, nbytes) == found
