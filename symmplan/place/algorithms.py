@@ -13,6 +13,7 @@ import torch
 from attrs import evolve, frozen
 from torch import fx
 
+from symmplan.capture.bounds import bound as bound_of
 from symmplan.capture.bounds import contiguous
 from symmplan.capture.graphs import at_path, overload_of
 from symmplan.memory import BACKENDS
@@ -23,7 +24,7 @@ from symmplan.registry import bind_arguments
 from symmplan.registry.catalogue import collective_of, runs_on_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from symmplan.capture import Captured
     from symmplan.capture.producers import Write
@@ -155,8 +156,8 @@ _C10D: Mapping[str, Lowering] = {
     f"{_INTO}.default": Lowering(_INTO, ("input", "out"), out="out", equal=True, engine=True),
 }
 
-#: Without multicast two steps over peers' memory beat NCCL's all-reduce at all sizes of decoding.
-#: Each rank adds up its part in the order of the ranks, so all ranks have the same numbers.
+#: Without multicast kernels over peers' memory beat NCCL's all-reduce at all sizes of decoding.
+#: They add up in the order of the ranks, so all ranks have the same numbers.
 _CUDA: Mapping[str, Lowering] = {
     **_C10D,
     **{
@@ -166,6 +167,8 @@ _CUDA: Mapping[str, Lowering] = {
     },
 }
 
+#: Up to how many bytes they are known to do so.
+_MOST_SUMMED = 8 << 20
 #: What `Lowering.kernel` adds up.
 _SUMS = (torch.float32, torch.bfloat16)
 _OTHER_SUM = "torch's kernel adds up contiguous float32 and bfloat16, in whole words of 4 bytes"
@@ -293,14 +296,32 @@ def why_unfit(row: Lowering, node: fx.Node) -> str:
         return _UNEQUAL if has_unequal_parts(node) else ""
     if not row.kernel:
         return ""
+    reduction, fakes = _summed(row, node)
+    flat = row.inplace or all(map(contiguous, fakes))  # a result is
+    whole = all(f.dtype in _SUMS and is_whole_words(f.numel() * f.itemsize) for f in fakes)
+    return "" if reduction == "sum" and flat and whole else _OTHER_SUM
+
+
+def only_sums(calls: Iterable[tuple[fx.Node, OpSpec]]) -> bool:
+    """Whether there are declared calls, and kernels over mappings run all of them faster."""
+    rows = [(node, _CUDA.get(spec.op)) for node, spec in calls]
+    return bool(rows) and all(row is not None and _is_faster(row, node) for node, row in rows)
+
+
+def _is_faster(row: Lowering, node: fx.Node) -> bool:
+    if not row.kernel or why_unfit(row, node):
+        return False
+    sizes = [(bound_of(f.numel()), f.itemsize) for f in _summed(row, node)[1]]
+    return all(n is not None and n * itemsize <= _MOST_SUMMED for n, itemsize in sizes)
+
+
+def _summed(row: Lowering, node: fx.Node) -> tuple[str, list[torch.Tensor]]:
+    """How an all-reduce combines, and what it is given."""
     overload = overload_of(node.target)
     assert overload is not None
     bound = bind_arguments(overload, node.args, node.kwargs)
     given = bound["inputs"] if row.each else [bound["input"]]
-    fakes = [n.meta["val"] for n in given]
-    flat = row.inplace or all(map(contiguous, fakes))  # a result is
-    whole = all(f.dtype in _SUMS and is_whole_words(f.numel() * f.itemsize) for f in fakes)
-    return "" if bound["reduce_op"] == "sum" and flat and whole else _OTHER_SUM
+    return bound["reduce_op"], [n.meta["val"] for n in given]
 
 
 def _splits_words(captured: Captured, node: fx.Node) -> bool:

@@ -112,6 +112,8 @@ class Preparation:
         groups: Mapping[str, Any],
         watch: Callable[[Mapping[str, Any]], AbstractContextManager[PlanningWatch | None]]
         | None = None,
+        *,
+        sums: bool = False,
         **more: Any,
     ) -> str:
         """Name of the memory backend, where all ranks were given the same options.
@@ -123,6 +125,7 @@ class Preparation:
             groups: ``{name: process group}``, None for one of this process alone.
             watch: Given the groups that are asked, a context while they are, in which it is seen
                 whether the peers will come.
+            sums: As for `symmplan.memory.resolve_backend`.
             more: Options that only the caller has, by name, as plain data.
 
         Returns:
@@ -151,15 +154,14 @@ class Preparation:
             memory: str = options.memory
             refusal, failed = self.refusal, None
             try:
-                memory = resolve_backend(memory, device, members, levels=levels).name
+                memory = resolve_backend(memory, device, members, levels=levels, sums=sums).name
             except (RuntimeError, OSError) as error:
                 failed, refusal = error, self.refusal or failure(error)
             given = {"memory": (memory if refusal is None else "", options.memory)}
             refusal = _hear(exchange, {"options": given, "refusal": refusal}, failed)
         self._agreed.update(new.values())
-        self.memory, self.device = memory, device
+        self.memory, self.device = memory if refusal is None else "auto", device
         if refusal is not None:
-            self.memory = "auto"
             first = all(members[name].rank == 0 for name in new)
             self.refuse(self.refusal or evolve(refusal, first=first))
         return self.memory

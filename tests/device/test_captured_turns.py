@@ -84,7 +84,7 @@ def _replans(rank, world, captured, outgrown):
     from symmplan.device import device_of
 
     torch._dynamo.reset()
-    backend = symmplan.backend("eager", choose="placed", timeout=30.0)
+    backend = symmplan.backend("eager", "nccl", choose="placed", timeout=30.0)
     mesh = dist.init_device_mesh("cpu", (world,))
     model, handle = tenants.made(mesh, mesh.get_group(), backend, planned=True)
     kind, optimizer = type(device_of(torch.device("cpu"))), torch.optim.SGD(model.parameters())

@@ -88,6 +88,45 @@ def test_all_reduces_of_inductor_s_graphs(pair):
     assert kernels == 2 * 5  # Inductor's coalesced ones return what they write, in a list
 
 
+def _small_sum(x, group):
+    return F.wait_tensor(F.all_reduce(x.sin(), "sum", group)) * 2
+
+
+def _gathered_sum(x, group):
+    return F.wait_tensor(F.all_gather_into_tensor(_small_sum(x, group), 2, group))
+
+
+def _automatic(rank, world, allocator):
+    """The memory of graphs of one backend, and what was wrong in them."""
+    import torch.distributed as dist
+
+    if allocator:
+        state().memory.set_backend(allocator)
+    torch._dynamo.reset()
+    group, found, wrong = dist.group.WORLD.group_name, [], []
+    backend = symmplan.backend(inner="eager", choose="placed", timeout=30.0)
+    large = torch.randn(1 << 22, generator=torch.Generator().manual_seed(rank))
+    for program, x in ((_small_sum, large[:512]), (_gathered_sum, large[:64]), (_small_sum, large)):
+        compiled = torch.compile(program, backend=backend, fullgraph=True, dynamic=False)
+        want = program(x, group)
+        if not all(torch.equal(compiled(x, group), want) for _ in range(3)):
+            wrong.append(x.numel())
+        found.append(sorted({arena.memory for arena in backend._pool.arenas}))
+    backend.release()
+    return wrong, found
+
+
+@pytest.mark.parametrize(
+    ("allocator", "found"),
+    [
+        ("", [["cuda"], ["cuda", "nccl"], ["cuda", "nccl"]]),
+        ("NCCL", [["nccl"], ["nccl"], ["nccl"]]),
+    ],
+)
+def test_small_sums_alone_have_mappings_by_default(pair, allocator, found):
+    assert pair.run(on_devices, _automatic, allocator) == [([], found)] * 2
+
+
 def _elsewhere(rank, world, how):
     """All-reduces that start on one stream and are waited for on another."""
     import torch.distributed as dist

@@ -39,7 +39,7 @@ from symmplan.integrate.compile.undeclared import tell_undeclared
 from symmplan.memory import BACKENDS
 from symmplan.memory.meeting.topology import survey
 from symmplan.model import Barrier
-from symmplan.place.algorithms import Lowerings
+from symmplan.place.algorithms import Lowerings, only_sums
 from symmplan.place.program import place
 from symmplan.planner.barriers import barriers_of, in_turn
 from symmplan.planner.items import items_of
@@ -107,12 +107,14 @@ class CompiledGraph:
         hidden = (spec_for(overload) for _, overload, _ in hidden_calls(module.graph, module))
         return any(hidden) or any(declared(module.graph))
 
-    def _prepare(self, names: Sequence[str]) -> Lowerings:
+    def _prepare(self, names: Sequence[str], module: fx.GraphModule) -> Lowerings:
         """How declared ops run; decided by the groups of the first part that has any.
 
         Collective: over the groups that are new to the backend.
         """
-        memory = self._agree({n: g.process_group for n, g in resolve_groups(names).items()})
+        sums = only_sums((node, spec) for node, _, spec in declared(module.graph))
+        groups = {n: g.process_group for n, g in resolve_groups(names).items()}
+        memory = self._agree(groups, sums=sums)
         if self.lowerings is not None:
             return self.lowerings
         lowerings = Lowerings(memory, self.settings.collectives)
@@ -120,10 +122,11 @@ class CompiledGraph:
             self.lowerings = lowerings
         return lowerings
 
-    def _agree(self, groups: Mapping[str, Any]) -> str:
+    def _agree(self, groups: Mapping[str, Any], *, sums: bool = False) -> str:
         """The memory backend that all ranks agree on. Collective: over groups that are new."""
-        pool, more = self.pool, {"inner": self.settings.inner, "bind": self.settings.bind}
-        return pool.preparation.agree(self.device, groups, pool.progress.planning, **more)
+        given = self.device, groups, self.pool.progress.planning
+        more: dict[str, Any] = {"inner": self.settings.inner, "bind": self.settings.bind}
+        return self.pool.preparation.agree(*given, sums=sums, **more)
 
     def _groups(self, module: fx.GraphModule) -> tuple[dict[fx.Node, str], dict[fx.Node, str]]:
         """The groups of declared ops, and why torch has none of an op's name here."""
@@ -205,7 +208,7 @@ class CompiledGraph:
         """
         groups, refused = self._groups(module)
         names = list(dict.fromkeys(groups.values()))
-        lowerings = self._prepare(names)
+        lowerings = self._prepare(names, module)
         preparation, room = self.pool.preparation, None
         all_to_alls = AllToAlls(module, name, groups, self.pool)
         bound(module, self.pool.bounds, self.record, all_to_alls.left_out)

@@ -11,6 +11,10 @@
     `PROCESS` does. Otherwise a later program, or another graph of the same one, would take the
     allocator from a plan that has not allocated yet.
 
+    Sums of up to some MiB are faster over CUDA's mappings (see `symmplan.place.algorithms`), so
+    ``"auto"`` is those for a compiled graph that has no other collectives, if torch's allocator is
+    CUDA's. NCCL's windows, which the process may have besides, need no allocator of torch's.
+
     A rank knows its own groups and its own allocator, and the topology of its groups. Ranks that
     meet it in one group may have others. So the ranks of groups on several hosts tell each other
     what they found (`agree_on_levels`). A program on one host does not exchange more for that.
@@ -47,6 +51,7 @@ def resolve_backend(
     *,
     temporary: bool = False,
     levels: bool | None = None,
+    sums: bool = False,
 ) -> Backend:
     """The backend called ``memory``, if it fits.
 
@@ -56,6 +61,7 @@ def resolve_backend(
         groups: The groups that will meet in them.
         temporary: As for `symmplan.memory.realize`.
         levels: The result of `agree_on_levels`. By default it is what this rank knows by itself.
+        sums: Whether all collectives of the program are sums that kernels add up over mappings.
 
     Raises:
         BackendError: There is no such backend, or it does not fit device, groups or machine.
@@ -76,11 +82,11 @@ def resolve_backend(
     world = current()
     if world is not None:
         if world.automatic and not alone:
-            world.memory = "cuda" if all(_levels(groups, device)) else "nccl"
+            world.memory = "cuda" if sums or all(_levels(groups, device)) else "nccl"
             world.automatic = False
         return LocalBackend(world)
     if memory == "auto":
-        memory = _automatic(device, groups, alone, levels)
+        memory = _automatic(device, groups, alone, levels, sums=sums)
     if memory == "local":
         if not alone:
             large = next(group for group in groups.values() if group.size > 1)
@@ -141,7 +147,12 @@ def agree_on_levels(
 
 
 def _automatic(
-    device: torch.device, groups: Mapping[str, Group], alone: bool, levels: bool | None
+    device: torch.device,
+    groups: Mapping[str, Group],
+    alone: bool,
+    levels: bool | None,
+    *,
+    sums: bool,
 ) -> str:
     if kind_of(device).is_accelerator:
         if alone and all(group.process_group is None for group in groups.values()):
@@ -154,6 +165,8 @@ def _automatic(
         if levels or _is_decided(device):
             PROCESS.cuda_memory = True
             return "cuda"
+        if sums and _maps(groups, device):
+            return "cuda"
         served = has_windows(groups, device, temporary=False) or serves_nccl(groups)
         return "nccl" if served else "cuda"
     if device.type == "cpu":
@@ -164,6 +177,14 @@ def _automatic(
         expected="cpu or cuda",
         fix="move the model to a CPU or CUDA device",
     )
+
+
+def _maps(groups: Mapping[str, Group], device: torch.device) -> bool:
+    """Whether torch's allocator has CUDA's mappings, which reach all ranks of all groups."""
+    from symmplan.memory.backends.torch_symm import serves_cuda
+
+    of = known({name: g.process_group for name, g in groups.items() if g.size > 1}, device)
+    return serves_cuda(device) and not any(each.why_not("cuda") for each in of.values())
 
 
 def _levels(groups: Mapping[str, Group], device: torch.device) -> tuple[bool, bool]:
