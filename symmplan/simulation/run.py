@@ -74,7 +74,8 @@ def simulate(
         memory: The memory backend to plan for, with its alignments, algorithms and rules; the
             program's own choice is ignored. ``"nccl"``, ``"cuda"``, ``"nvshmem"``, ``"shm"``, or
             ``"auto"``, which is what ``"auto"`` is on devices: ``"cuda"`` if the groups of the
-            program can only be served in two levels, otherwise ``"nccl"``.
+            program can only be served in two levels, or its first compiled graph sums small tensors
+            over all ranks and has no other collectives; otherwise ``"nccl"``.
         ranks_per_host: Number of ranks on each host, with consecutive numbers. Collectives then run
             as on several hosts. None for one host.
         ranks_per_domain: Number of ranks that NVLink joins, of whole hosts. None if it joins no

@@ -127,6 +127,25 @@ def test_small_sums_alone_have_mappings_by_default(pair, allocator, found):
     assert pair.run(on_devices, _automatic, allocator) == [([], found)] * 2
 
 
+def _within(rank, world):
+    """The memory of a graph of sums over some of the job's ranks."""
+    import torch.distributed as dist
+
+    torch._dynamo.reset()
+    group = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"].get_group()
+    backend = symmplan.backend(inner="eager", choose="placed", timeout=30.0)
+    compiled = torch.compile(_small_sum, backend=backend, fullgraph=True)
+    compiled(torch.ones(64), group.group_name)
+    found = [arena.memory for arena in backend._pool.arenas]
+    backend.release()
+    return found
+
+
+@pytest.mark.further
+def test_sums_over_some_ranks_leave_torchs_allocator_to_others(four):
+    assert four.run(on_devices, _within) == [["nccl"]] * 4
+
+
 def _elsewhere(rank, world, how):
     """All-reduces that start on one stream and are waited for on another."""
     import torch.distributed as dist

@@ -13,7 +13,8 @@
 
     Sums of up to some MiB are faster over CUDA's mappings (see `symmplan.place.algorithms`), so
     ``"auto"`` is those for a compiled graph that has no other collectives, if torch's allocator is
-    CUDA's. NCCL's windows, which the process may have besides, need no allocator of torch's.
+    CUDA's and the graph's groups are all ranks, on one host: NCCL's windows, which serve all other
+    programs there, need no allocator of torch's, but other hosts' devices may.
 
     A rank knows its own groups and its own allocator, and the topology of its groups. Ranks that
     meet it in one group may have others. So the ranks of groups on several hosts tell each other
@@ -24,6 +25,8 @@ from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING
+
+import torch.distributed as dist
 
 from symmplan.coordination.world import current
 from symmplan.device import kind_of
@@ -82,6 +85,7 @@ def resolve_backend(
     world = current()
     if world is not None:
         if world.automatic and not alone:
+            sums = sums and all(group.size == world.ranks for group in groups.values())
             world.memory = "cuda" if sums or all(_levels(groups, device)) else "nccl"
             world.automatic = False
         return LocalBackend(world)
@@ -180,11 +184,13 @@ def _automatic(
 
 
 def _maps(groups: Mapping[str, Group], device: torch.device) -> bool:
-    """Whether torch's allocator has CUDA's mappings, which reach all ranks of all groups."""
+    """Whether torch's allocator has CUDA's mappings, which reach all ranks of the job."""
     from symmplan.memory.backends.torch_symm import serves_cuda
 
-    of = known({name: g.process_group for name, g in groups.items() if g.size > 1}, device)
-    return serves_cuda(device) and not any(each.why_not("cuda") for each in of.values())
+    if not serves_cuda(device) or any(g.size < dist.get_world_size() for g in groups.values()):
+        return False
+    of = known({name: group.process_group for name, group in groups.items()}, device)
+    return not any(topology.why_not("cuda") for topology in of.values())
 
 
 def _levels(groups: Mapping[str, Group], device: torch.device) -> tuple[bool, bool]:
