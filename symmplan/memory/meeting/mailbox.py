@@ -37,7 +37,7 @@ _MOST = 1 << 20
 #: Words of 32 bits that a program of the kernel sums, and its warps.
 _BLOCK, _WARPS = 512, 4
 #: How often a waiting program looks in a second, about.
-_LOOKS = {"cuda": 1_000_000, "cpu": 10_000}
+_LOOKS = {"cuda": 2_000_000, "cpu": 10_000}
 #: Whether a word of 32 bits has two numbers.
 _HALVES = {torch.float32: False, torch.bfloat16: True}
 
