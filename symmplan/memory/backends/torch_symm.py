@@ -38,7 +38,7 @@ from symmplan.device import device_of
 from symmplan.errors import BackendError, OutOfSharedMemoryError
 from symmplan.memory.device_memory import require_left
 from symmplan.memory.meeting.device_hosts import DeviceHostsMeeting, device_counterparts
-from symmplan.memory.meeting.mailbox import Mailbox, has_mailboxes, mailbox_nbytes
+from symmplan.memory.meeting.mailbox import has_kernels, mailbox_nbytes, mailbox_of
 from symmplan.memory.meeting.torch_rendezvous import TorchRendezvous, first_line
 from symmplan.process import PROCESS
 from symmplan.torch_private import c10d, nccl, symm_mem
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from symmplan.coordination.exchange import Exchange
     from symmplan.coordination.groups import Group
     from symmplan.memory.health import Health
+    from symmplan.memory.meeting.mailbox import Mailbox
     from symmplan.memory.segment import Allocation, Segment
     from symmplan.model import SegmentSpec
 
@@ -217,19 +218,18 @@ class TorchSymmBackend:
 
         None where some rank has no kernels, or no room.
         """
-        device, tensor = segment.tensor.device, None
-        nbytes = mailbox_nbytes(group.size, segment.nbytes)
-        if has_mailboxes(device):
-            with contextlib.suppress(RuntimeError), device_of(device).current():
-                tensor, _ = self._at_last(nbytes, device)
-        phase, mine = f"segment {segment.spec.name!r} mailbox", b"%d" % (tensor is not None)
-        said = exchange.round(phase, mine, groups=[group.name])[group.name]
-        if tensor is None or b"0" in said:
-            return None
+        device, timeout = segment.tensor.device, segment.timeout
+        nbytes, tensor = mailbox_nbytes(group.size, segment.nbytes), None
         with device_of(device).current():
+            if has_kernels(group, device, nbytes, timeout):
+                with contextlib.suppress(RuntimeError):
+                    tensor, _ = self._at_last(nbytes, device)
+            phase, mine = f"segment {segment.spec.name!r} mailbox", b"%d" % (tensor is not None)
+            said = exchange.round(phase, mine, groups=[group.name])[group.name]
+            if tensor is None or b"0" in said:
+                return None
             handle = symm_mem.rendezvous(tensor, group.torch_name)
-            met = TorchRendezvous(group, tensor, handle, timeout=segment.timeout)
-            return Mailbox(met, segment.timeout)
+            return mailbox_of(TorchRendezvous(group, tensor, handle, timeout=timeout), timeout)
 
     def _at_last(
         self, nbytes: int, device: torch.device

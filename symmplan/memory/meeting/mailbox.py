@@ -18,6 +18,7 @@ Source: the all-reduces that TensorRT-LLM and FlashInfer call Lamport's.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +28,17 @@ from symmplan.device import device_of, kind_of
 from symmplan.memory.kernels import as_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from symmplan.coordination.groups import Group
     from symmplan.memory.segment import Rendezvous
 
-__all__ = ["Mailbox", "has_mailboxes", "mailbox_nbytes"]
+__all__ = ["Mailbox", "has_kernels", "mailbox_nbytes", "mailbox_of"]
 
-#: Bytes that a rank may send to its peers in a call. With more, ranks that each sum
-#: a part are faster.
+_LOG = logging.getLogger("symmplan")
+
+#: Bytes that a rank may send to its peers in a call. With more, ranks that sum a part each are
+#: faster.
 _MOST = 1 << 20
 #: Words of 32 bits that a program of the kernel sums, and its warps.
 _BLOCK, _WARPS = 512, 4
@@ -42,17 +48,37 @@ _LOOKS = {"cuda": 2_000_000, "cpu": 10_000}
 _HALVES = {torch.float32: False, torch.bfloat16: True}
 
 
-def has_mailboxes(device: torch.device) -> bool:
-    """Whether there is a Triton that runs kernels on ``device``."""
-    if not kind_of(device).has_kernels and os.environ.get("TRITON_INTERPRET") != "1":
-        return False
-    return _kernel() is not None
-
-
 def mailbox_nbytes(ranks: int, nbytes: int) -> int:
     """Bytes of a mailbox for sums of up to so many bytes, or fewer where those are too large."""
     room = min(max(nbytes, 4 * _BLOCK), _MOST // max(ranks - 1, 1)) // 16 * 16
     return 2 * ranks * room
+
+
+def has_kernels(group: Group, device: torch.device, nbytes: int, timeout: float) -> bool:
+    """Whether Triton runs the kernels of a mailbox here; compiled now, not in a CUDA graph later.
+
+    Args:
+        group: The ranks.
+        device: This rank's.
+        nbytes: As of `mailbox_nbytes`.
+        timeout: As for `Mailbox`.
+    """
+    if not kind_of(device).has_kernels and os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    if _kernel() is None:
+        return False
+    try:
+        there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        alone = Mailbox([there] * group.size, group.rank, timeout)
+        for dtype in _HALVES:
+            for numel in (4, 4 * _BLOCK):
+                there.zero_()  # nothing is waited for
+                alone.all_reduce(torch.zeros(numel, dtype=torch.uint8, device=device).view(dtype))
+        device_of(device).synchronize()
+    except Exception as error:  # noqa: BLE001 (Triton's, a compiler's, the driver's)
+        _LOG.warning("Triton compiles no kernels on %s: %s", device, error)
+        return False
+    return True
 
 
 @functools.cache
@@ -64,34 +90,42 @@ def _kernel() -> Any:
     return lamport_all_reduce
 
 
+def mailbox_of(meeting: Rendezvous, timeout: float) -> Mailbox:
+    """The mailbox of a group whose ranks all have kernels.
+
+    Args:
+        meeting: How the ranks meet in `mailbox_nbytes` bytes of each, which have no other use.
+        timeout: As for `Mailbox`.
+
+    Collective: yes.
+    """
+    peers, rank = meeting.peers, meeting.group.rank
+    peers[rank].fill_(255)  # all empty
+    meeting.barrier()
+    return Mailbox(peers, rank, timeout, meeting)
+
+
 class Mailbox:
     """All-reduces over one group, one after the other. See [Note: words that say that they came].
 
     Args:
-        meeting: How the ranks meet in `mailbox_nbytes` bytes of each, which have no other use.
+        peers: Each rank's mailbox, as one-dimensional uint8.
+        rank: Which of them is this rank's.
         timeout: Seconds that a kernel waits for a peer, about.
-
-    Collective: yes, to make one.
+        holds: What keeps the peers' memory mapped.
     """
 
-    def __init__(self, meeting: Rendezvous, timeout: float) -> None:
-        peers = meeting.peers
-        self._meeting = meeting  # so that their memory stays mapped
-        self._rank, self._ranks = meeting.group.rank, meeting.group.size
-        own = peers[self._rank]
-        self._device = device = own.device
-        self._own = own.fill_(255).view(torch.int32)  # all empty
+    def __init__(
+        self, peers: Sequence[torch.Tensor], rank: int, timeout: float, holds: Any = None
+    ) -> None:
+        self._rank, self._ranks = rank, len(peers)
+        self._own, self._holds = peers[rank].view(torch.int32), holds
+        self._device = device = self._own.device
         self._room = self._own.numel() // (2 * self._ranks)  # words
         addresses = [peer.data_ptr() for peer in peers]
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._calls = torch.zeros(2, dtype=torch.int32, device=device)
         self._limit = min(int(timeout * _LOOKS[device.type]), 2**31 - 1)
-        meeting.barrier()
-        # Compiled now: a CUDA graph may be captured later.
-        for dtype in _HALVES:
-            for nbytes in (4, 4 * _BLOCK):
-                zeros = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-                self.all_reduce(zeros.view(dtype))
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether it sums such tensors."""

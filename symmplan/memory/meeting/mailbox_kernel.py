@@ -49,9 +49,9 @@ def lamport_all_reduce(
 ):
     """In place, the sum of all ranks' words: of a float32 each, with ``HALVES`` of two bfloat16.
 
-    Each program sums a block; with ``WHOLE`` all words of it are summed. Of ``calls`` the
-    first says how many there were, the second how many programs have ended in this one. A program
-    that waits too long ends the device's work with an error, if it ``TRAPS``.
+    Each program sums a block, with ``WHOLE`` all words of it. Of ``calls`` the first says how many
+    there were, the second how many programs have ended in this one. A program that waits too long
+    ends the device's work with an error, if it ``TRAPS``.
     """
     call = tl.load(calls)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from ranks import RankPool
 
 import symmplan
 from symmplan.memory import realize
-from symmplan.memory.meeting.mailbox import Mailbox, mailbox_nbytes
+from symmplan.memory.meeting import mailbox as mailboxes
+from symmplan.memory.meeting.mailbox import Mailbox, has_kernels, mailbox_nbytes, mailbox_of
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton, which interprets kernels"
@@ -50,7 +52,8 @@ def _summed(rank, world, seeds):
     with realize(symmplan.plan(problem), memory="shm", timeout=60.0) as arena:
         (segment,) = arena.segments.values()
         segment.tensor.fill_(rank)
-        mailbox = Mailbox(segment.meeting(), 60.0)
+        assert has_kernels(segment.meeting().group, segment.tensor.device, segment.nbytes, 60.0)
+        mailbox = mailbox_of(segment.meeting(), 60.0)
         for seed in seeds:
             given = _tensors(choice, world)
             mine = given[rank].clone()
@@ -74,18 +77,29 @@ def test_late_ranks_have_the_same_sums(interpreted, seeds):
     assert interpreted.run(_summed, seeds) == [[]] * interpreted.world_size
 
 
-@needs_triton
-def test_other_tensors_are_not_taken(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    problem = symmplan.Problem.from_intervals([("x", 0, 1, mailbox_nbytes(1, 64))])
-    with realize(symmplan.plan(problem), memory="local") as arena:
-        (segment,) = arena.segments.values()
-        mailbox = Mailbox(segment.meeting(), 1.0)
+def test_other_tensors_are_not_taken():
+    mailbox = Mailbox([torch.empty(mailbox_nbytes(1, 64), dtype=torch.uint8)], 0, 1.0)
     sizes = {512: True, 513: False, 0: False, 15: True}
     for numel, taken in sizes.items():
         assert mailbox.takes(torch.zeros(numel)) == taken
     assert not mailbox.takes(torch.zeros(3, dtype=torch.bfloat16))
     assert not mailbox.takes(torch.zeros(4, dtype=torch.float16))
+
+
+class _Broken:
+    """A kernel that Triton cannot compile."""
+
+    def __getitem__(self, grid):
+        raise RuntimeError("Failed to find C compiler")
+
+
+@pytest.mark.parametrize("kernel", [_Broken(), None])
+def test_without_a_compiler_there_are_no_kernels(kernel, monkeypatch, caplog):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(mailboxes, "_kernel", lambda: kernel)
+    group = SimpleNamespace(size=2, rank=1)
+    assert not has_kernels(group, torch.device("cpu"), mailbox_nbytes(2, 64), 1.0)
+    assert ("C compiler" in caplog.text) == (kernel is not None)
 
 
 @pytest.mark.parametrize(
