@@ -127,6 +127,38 @@ def test_small_sums_alone_have_mappings_by_default(pair, allocator, found):
     assert pair.run(on_devices, _automatic, allocator) == [([], found)] * 2
 
 
+def _asked_for(rank, world, first, second):
+    """The memory and algorithms of a graph of sums and one of gathers, of two backends."""
+    import torch.distributed as dist
+
+    torch._dynamo.reset()
+    group, found = dist.group.WORLD.group_name, []
+    x = torch.randn(1 << 12, generator=torch.Generator().manual_seed(rank))
+    for program, given in ((_small_sum, first), (_gathered_sum, second)):
+        backend = symmplan.backend(inner="eager", timeout=30.0, **given)
+        compiled = torch.compile(program, backend=backend, fullgraph=True)
+        assert torch.equal(compiled(x, group), program(x, group))
+        arenas = [arena.memory for arena in backend._pool.arenas]
+        ran = backend.check(lambda run=compiled: run(x, group)).calls
+        found.append((arenas, [call.planned.algorithm for call in ran]))
+        backend.release()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "memory"),
+    [
+        ({"choose": "copy engine"}, {"choose": "copy engine"}, "nccl"),
+        ({"choose": "placed"}, {"choose": "copy engine"}, "cuda"),
+        ({"choose": "placed", "collectives": "process group"}, {"choose": "placed"}, "nccl"),
+    ],
+)
+def test_graphs_of_sums_cost_others_no_copy_engines(pair, first, second, memory):
+    gathers = "copy engine" if second["choose"] == "copy engine" else "symmetric"
+    for found in pair.run(on_devices, _asked_for, first, second):
+        assert found == [([memory], ["symmetric"]), (["nccl"], ["symmetric", gathers])]
+
+
 def _within(rank, world):
     """The memory of a graph of sums over some of the job's ranks."""
     import torch.distributed as dist

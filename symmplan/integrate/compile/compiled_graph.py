@@ -112,7 +112,9 @@ class CompiledGraph:
 
         Collective: over the groups that are new to the backend.
         """
-        sums = only_sums((node, spec) for node, _, spec in declared(module.graph))
+        sums = self.settings.may_sum and only_sums(
+            (node, spec) for node, _, spec in declared(module.graph)
+        )
         groups = {n: g.process_group for n, g in resolve_groups(names).items()}
         memory = self._agree(groups, sums=sums)
         if self.lowerings is not None:

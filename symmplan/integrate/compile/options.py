@@ -25,6 +25,12 @@ class CompileOptions(Options):
     bind: bool = False
     default_group: str | None = field(default=None, converter=optional(group_key))
 
+    @property
+    def may_sum(self) -> bool:
+        """Whether small sums may have the memory in which kernels add them up."""
+        asked = self.choose in ("auto", "measure", "placed", "symmetric")
+        return asked and self.collectives == "auto"
+
     def __attrs_post_init__(self) -> None:
         known("inner compiler", self.inner, ("inductor", "eager"))
         known("bind=", self.bind, (False, True))
