@@ -107,14 +107,13 @@ class CompiledGraph:
         hidden = (spec_for(overload) for _, overload, _ in hidden_calls(module.graph, module))
         return any(hidden) or any(declared(module.graph))
 
-    def _prepare(self, names: Sequence[str], module: fx.GraphModule) -> Lowerings:
+    def _prepare(self, names: Sequence[str], module: fx.GraphModule, name: PartName) -> Lowerings:
         """How declared ops run; decided by the groups of the first part that has any.
 
         Collective: over the groups that are new to the backend.
         """
-        sums = self.settings.may_sum and only_sums(
-            (node, spec) for node, _, spec in declared(module.graph)
-        )
+        alone = name == "inference" and self.settings.may_sum  # nobody knows a backward before
+        sums = alone and only_sums((node, spec) for node, _, spec in declared(module.graph))
         groups = {n: g.process_group for n, g in resolve_groups(names).items()}
         memory = self._agree(groups, sums=sums)
         if self.lowerings is not None:
@@ -210,7 +209,7 @@ class CompiledGraph:
         """
         groups, refused = self._groups(module)
         names = list(dict.fromkeys(groups.values()))
-        lowerings = self._prepare(names, module)
+        lowerings = self._prepare(names, module, name)
         preparation, room = self.pool.preparation, None
         all_to_alls = AllToAlls(module, name, groups, self.pool)
         bound(module, self.pool.bounds, self.record, all_to_alls.left_out)
