@@ -40,8 +40,8 @@ class Options:
     Attributes:
         memory: Name of the memory backend, or ``"auto"``: shared memory for CPU ranks; on devices
             NCCL's, or CUDA's where only that serves the program's groups, in two levels, and for a
-            compiled graph of small sums over all ranks of a host. See [Note: two levels by default]
-            in `symmplan.memory.backends.resolve`.
+            compiled graph without a backward of small sums over all ranks of a host. See [Note: two
+            levels by default] in `symmplan.memory.backends.resolve`.
         choose: How the algorithms of collectives are chosen. ``"measure"``: each kind and size of
             collective is timed in every way there is, and what is not clearly faster in symmetric
             memory is left out of the plan. ``"placed"``, the same as ``"symmetric"``: all that can

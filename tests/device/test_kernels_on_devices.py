@@ -159,6 +159,37 @@ def test_graphs_of_sums_cost_others_no_copy_engines(pair, first, second, memory)
         assert found == [([memory], ["symmetric"]), (["nccl"], ["symmetric", gathers])]
 
 
+class _SummedBoth(torch.autograd.Function):
+    """Sums in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return _small_sum(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _small_sum(gradient, ctx.group), None
+
+
+def _trained(rank, world):
+    """The memory of a graph of sums that has a backward."""
+    import torch.distributed as dist
+
+    torch._dynamo.reset()
+    group, weight = dist.group.WORLD.group_name, torch.nn.Parameter(torch.ones(64))
+    backend = symmplan.backend(inner="eager", choose="placed", timeout=30.0)
+    compiled = torch.compile(_SummedBoth.apply, backend=backend, fullgraph=True)
+    compiled(weight * rank, group).sum().backward()
+    found = [arena.memory for arena in backend._pool.arenas]
+    backend.release()
+    return found
+
+
+def test_graphs_with_a_backward_keep_nccls_memory(pair):
+    assert pair.run(on_devices, _trained) == [["nccl"]] * 2
+
+
 def _within(rank, world):
     """The memory of a graph of sums over some of the job's ranks."""
     import torch.distributed as dist

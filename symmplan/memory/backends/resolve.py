@@ -12,9 +12,10 @@
     allocator from a plan that has not allocated yet.
 
     Sums of up to some MiB are faster over CUDA's mappings (see `symmplan.place.algorithms`), so
-    ``"auto"`` is those for a compiled graph that has no other collectives, if torch's allocator is
-    CUDA's and the graph's groups are all ranks, on one host: NCCL's windows, which serve all other
-    programs there, need no allocator of torch's, but other hosts' devices may.
+    ``"auto"`` is those for a compiled graph without a backward that has no other collectives, if
+    torch's allocator is CUDA's and the graph's groups are all ranks, on one host: NCCL's windows,
+    which serve all other programs there, need no allocator of torch's, but other hosts' devices
+    may.
 
     A rank knows its own groups and its own allocator, and the topology of its groups. Ranks that
     meet it in one group may have others. So the ranks of groups on several hosts tell each other
