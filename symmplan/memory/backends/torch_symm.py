@@ -221,7 +221,7 @@ class TorchSymmBackend:
         device, timeout = segment.tensor.device, segment.timeout
         nbytes, tensor = mailbox_nbytes(group.size, segment.nbytes), None
         with device_of(device).current():
-            if has_kernels(group, device, nbytes, timeout):
+            if has_kernels(group, device, timeout):
                 with contextlib.suppress(RuntimeError):
                     tensor, _ = self._at_last(nbytes, device)
             phase, mine = f"segment {segment.spec.name!r} mailbox", b"%d" % (tensor is not None)

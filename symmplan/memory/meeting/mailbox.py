@@ -40,6 +40,8 @@ _LOG = logging.getLogger("symmplan")
 #: Bytes that a rank may send to its peers in a call. With more, ranks that sum a part each are
 #: faster.
 _MOST = 1 << 20
+#: Slots begin at a multiple of so many bytes: kernels are compiled for that.
+_ALIGN = 64
 #: Words of 32 bits that a program of the kernel sums, and its warps.
 _BLOCK, _WARPS = 512, 4
 #: How often a waiting program looks in a second, about.
@@ -50,17 +52,16 @@ _HALVES = {torch.float32: False, torch.bfloat16: True}
 
 def mailbox_nbytes(ranks: int, nbytes: int) -> int:
     """Bytes of a mailbox for sums of up to so many bytes, or fewer where those are too large."""
-    room = min(max(nbytes, 4 * _BLOCK), _MOST // max(ranks - 1, 1)) // 16 * 16
+    room = min(max(nbytes, 4 * _BLOCK), _MOST // max(ranks - 1, 1)) // _ALIGN * _ALIGN
     return 2 * ranks * room
 
 
-def has_kernels(group: Group, device: torch.device, nbytes: int, timeout: float) -> bool:
+def has_kernels(group: Group, device: torch.device, timeout: float) -> bool:
     """Whether Triton runs the kernels of a mailbox here; compiled now, not in a CUDA graph later.
 
     Args:
         group: The ranks.
         device: This rank's.
-        nbytes: As of `mailbox_nbytes`.
         timeout: As for `Mailbox`.
     """
     if not kind_of(device).has_kernels and os.environ.get("TRITON_INTERPRET") != "1":
@@ -68,7 +69,7 @@ def has_kernels(group: Group, device: torch.device, nbytes: int, timeout: float)
     if _kernel() is None:
         return False
     try:
-        there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        there = torch.empty(mailbox_nbytes(group.size, 0), dtype=torch.uint8, device=device)
         alone = Mailbox([there] * group.size, group.rank, timeout)
         for dtype in _HALVES:
             for numel in (4, 4 * _BLOCK):

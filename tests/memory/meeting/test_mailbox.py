@@ -52,7 +52,7 @@ def _summed(rank, world, seeds):
     with realize(symmplan.plan(problem), memory="shm", timeout=60.0) as arena:
         (segment,) = arena.segments.values()
         segment.tensor.fill_(rank)
-        assert has_kernels(segment.meeting().group, segment.tensor.device, segment.nbytes, 60.0)
+        assert has_kernels(segment.meeting().group, segment.tensor.device, 60.0)
         mailbox = mailbox_of(segment.meeting(), 60.0)
         for seed in seeds:
             given = _tensors(choice, world)
@@ -98,7 +98,7 @@ def test_without_a_compiler_there_are_no_kernels(kernel, monkeypatch, caplog):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(mailboxes, "_kernel", lambda: kernel)
     group = SimpleNamespace(size=2, rank=1)
-    assert not has_kernels(group, torch.device("cpu"), mailbox_nbytes(2, 64), 1.0)
+    assert not has_kernels(group, torch.device("cpu"), 1.0)
     assert ("C compiler" in caplog.text) == (kernel is not None)
 
 
