@@ -236,7 +236,7 @@ class Lowerings:
         if row.kernel:
             pads = (evolve(r, signal_pad=r.head in row.needs) for r in spec.requirements)
             spec = evolve(spec, requirements=tuple(pads))
-        if row.kernel or row.synchronous:
+        if row.synchronous:
             spec = evolve(spec, handshake=True, release=True, synchronizes=True)
         return evolve(spec, fills=fills, asynchronous=spec.asynchronous and not row.synchronous)
 

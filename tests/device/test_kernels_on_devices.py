@@ -16,6 +16,8 @@ from test_on_devices import _on_hosts, _same, _turns, _without_races
 import symmplan
 from symmplan.device import device_of
 from symmplan.memory import realize
+from symmplan.place.algorithms import Lowerings
+from symmplan.registry import spec_for
 
 pytestmark = pytest.mark.ranks
 
@@ -88,6 +90,14 @@ def test_all_reduces_of_inductor_s_graphs(pair):
     assert kernels == 2 * 5  # Inductor's coalesced ones return what they write, in a list
 
 
+@pytest.mark.parametrize("op", [F.all_reduce.default, F.all_reduce_.default])
+def test_a_small_sum_is_no_meeting(op):
+    """A rank reads its own bytes at once, and has the peers' words before they have its result."""
+    run = Lowerings("cuda").as_run(spec_for(op), "group")
+    assert (run.handshake, run.release, run.synchronizes) == (False, False, True)
+    assert all(r.enters and r.releases for r in run.requirements)
+
+
 def _small_sum(x, group):
     return F.wait_tensor(F.all_reduce(x.sin(), "sum", group)) * 2
 
@@ -96,12 +106,15 @@ def _gathered_sum(x, group):
     return F.wait_tensor(F.all_gather_into_tensor(_small_sum(x, group), 2, group))
 
 
-def _automatic(rank, world, allocator):
+def _automatic(rank, world, allocator, windows):
     """The memory of graphs of one backend, and what was wrong in them."""
     import torch.distributed as dist
 
     if allocator:
         state().memory.set_backend(allocator)
+    if not windows:  # a torch that cannot register them: NCCL's memory is torch's allocator
+        with mock.patch("symmplan.memory.backends.windows.has_windows", return_value=False):
+            return _automatic(rank, world, allocator, windows=True)
     torch._dynamo.reset()
     group, found, wrong = dist.group.WORLD.group_name, [], []
     backend = symmplan.backend(inner="eager", choose="placed", timeout=30.0)
@@ -117,14 +130,15 @@ def _automatic(rank, world, allocator):
 
 
 @pytest.mark.parametrize(
-    ("allocator", "found"),
+    ("allocator", "windows", "found"),
     [
-        ("", [["cuda"], ["cuda", "nccl"], ["cuda", "nccl"]]),
-        ("NCCL", [["nccl"], ["nccl"], ["nccl"]]),
+        ("", True, [["cuda"], ["cuda", "nccl"], ["cuda", "nccl"]]),
+        ("NCCL", True, [["nccl"], ["nccl"], ["nccl"]]),
+        ("", False, [["nccl"], ["nccl"], ["nccl"]]),
     ],
 )
-def test_small_sums_alone_have_mappings_by_default(pair, allocator, found):
-    assert pair.run(on_devices, _automatic, allocator) == [([], found)] * 2
+def test_small_sums_alone_have_mappings_by_default(pair, allocator, windows, found):
+    assert pair.run(on_devices, _automatic, allocator, windows) == [([], found)] * 2
 
 
 def _asked_for(rank, world, first, second):

@@ -90,7 +90,7 @@ _COLLECTIVES = {
     f"{_S}all_reduce_out": _Form("all_reduce", "out", shm=True),
     f"{_S}broadcast_out": _Form("broadcast", "out", shm=True),
     f"{_S}all_to_all_single_out": _Form("all_to_all", "out", shm=True),
-    f"{_S}kernel_all_reduce_": _Form("all_reduce", "input", shm=True),
+    f"{_S}kernel_all_reduce_": _Form("all_reduce", "input"),
 }
 
 _COPIES = frozenset({"aten::copy_", "aten::clone", "aten::_to_copy"})

@@ -13,9 +13,8 @@
 
     Sums of up to some MiB are faster over CUDA's mappings (see `symmplan.place.algorithms`), so
     ``"auto"`` is those for a compiled graph without a backward that has no other collectives, if
-    torch's allocator is CUDA's and the graph's groups are all ranks, on one host: NCCL's windows,
-    which serve all other programs there, need no allocator of torch's, but other hosts' devices
-    may.
+    torch's allocator is CUDA's and the graph's groups are all ranks, on one host, where NCCL's
+    windows serve them, too: all other programs have these then, which need no allocator of torch's.
 
     A rank knows its own groups and its own allocator, and the topology of its groups. Ranks that
     meet it in one group may have others. So the ranks of groups on several hosts tell each other
@@ -170,10 +169,10 @@ def _automatic(
         if levels or _is_decided(device):
             PROCESS.cuda_memory = True
             return "cuda"
-        if sums and _maps(groups, device):
+        windows = has_windows(groups, device, temporary=False)
+        if windows and sums and _maps(groups, device):
             return "cuda"
-        served = has_windows(groups, device, temporary=False) or serves_nccl(groups)
-        return "nccl" if served else "cuda"
+        return "nccl" if windows or serves_nccl(groups) else "cuda"
     if device.type == "cpu":
         return "local" if alone else "shm"
     raise misfit(
