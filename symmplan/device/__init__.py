@@ -6,6 +6,8 @@ All other code asks a device only through `device_of` and `accelerator`, and thr
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from symmplan.device.base import Allocation, Device, DeviceMemory, HeldBlock
@@ -21,6 +23,7 @@ __all__ = [
     "device_of",
     "kind_of",
     "replace_kind",
+    "runs_triton",
 ]
 
 
@@ -50,6 +53,11 @@ def accelerator() -> torch.device | None:
         if kind.is_accelerator and kind.is_available():
             return device
     return None
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton compiles kernels for a device, or interprets them (``TRITON_INTERPRET=1``)."""
+    return kind_of(device).has_kernels or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def replace_kind(type_: str, kind: type[Device] | None) -> None:

@@ -53,13 +53,13 @@ class Rendezvous:
         place: The index of this rank in ``near``.
         counterparts: Connections with the other hosts, if the group is on several hosts; None
             otherwise.
-        mailbox: Where kernels of all ranks exchange words, a
-            `symmplan.memory.meeting.mailbox.Mailbox`; None if there is none.
+        workspace: Where kernels of all ranks exchange words, a
+            `symmplan.memory.meeting.workspace.Workspace`; None if there is none.
     """
 
     memory = "local"
     counterparts: Any = None
-    mailbox: Any = None
+    workspace: Any = None
 
     def __init__(
         self, group: Group, peers: tuple[torch.Tensor, ...], near: Sequence[int] = ()
@@ -151,7 +151,7 @@ class Rendezvous:
 
     def release(self) -> None:
         """Let go of the peers' memory."""
-        self._peers, self.mailbox = (), None
+        self._peers, self.workspace = (), None
 
     def forked(self) -> None:
         """Called in a forked child, which takes no part in what the rank does with its peers."""

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan.device import device_of, kind_of
+from symmplan.device import device_of, kind_of, runs_triton
 from symmplan.errors import PeerTimeoutError, RunError
 from symmplan.memory.kernels import as_bytes, word_of
 
@@ -38,9 +37,7 @@ _LOOKS = {"cuda": 1_000_000, "cpu": 10_000}
 
 def has_kernels(device: torch.device) -> bool:
     """Whether there is a Triton that runs kernels on ``device``."""
-    if not kind_of(device).has_kernels and os.environ.get("TRITON_INTERPRET") != "1":
-        return False
-    return _kernels() is not None
+    return runs_triton(device) and _kernels() is not None
 
 
 @functools.cache

@@ -38,8 +38,8 @@ from symmplan.device import device_of
 from symmplan.errors import BackendError, OutOfSharedMemoryError
 from symmplan.memory.device_memory import require_left
 from symmplan.memory.meeting.device_hosts import DeviceHostsMeeting, device_counterparts
-from symmplan.memory.meeting.mailbox import has_kernels, mailbox_nbytes, mailbox_of
 from symmplan.memory.meeting.torch_rendezvous import TorchRendezvous, first_line
+from symmplan.memory.meeting.workspace import kernels_run, workspace_nbytes, workspace_of
 from symmplan.process import PROCESS
 from symmplan.torch_private import c10d, nccl, symm_mem
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from symmplan.coordination.exchange import Exchange
     from symmplan.coordination.groups import Group
     from symmplan.memory.health import Health
-    from symmplan.memory.meeting.mailbox import Mailbox
+    from symmplan.memory.meeting.workspace import Workspace
     from symmplan.memory.segment import Allocation, Segment
     from symmplan.model import SegmentSpec
 
@@ -207,29 +207,29 @@ class TorchSymmBackend:
             by_collective=by_collective,
         )
         if self.name == "cuda" and segment.spec.signal_pad and group.size > 1:
-            made.mailbox = self._mailbox(segment, group, exchange)
+            made.workspace = self._workspace(segment, group, exchange)
         segment.add_rendezvous(made)
 
     def settle(self) -> None:
         """Nothing was needed."""
 
-    def _mailbox(self, segment: Segment, group: Group, exchange: Exchange) -> Mailbox | None:
+    def _workspace(self, segment: Segment, group: Group, exchange: Exchange) -> Workspace | None:
         """Where kernels exchange words beside a segment's signal pad. Collective.
 
         None where some rank has no kernels, or no room.
         """
         device, timeout = segment.tensor.device, segment.timeout
-        nbytes, tensor = mailbox_nbytes(group.size, segment.nbytes), None
+        nbytes, tensor = workspace_nbytes(group.size, segment.nbytes), None
         with device_of(device).current():
-            if has_kernels(group, device, timeout):
+            if kernels_run(group, device, timeout):
                 with contextlib.suppress(RuntimeError):
                     tensor, _ = self._at_last(nbytes, device)
-            phase, mine = f"segment {segment.spec.name!r} mailbox", b"%d" % (tensor is not None)
+            phase, mine = f"segment {segment.spec.name!r} workspace", b"%d" % (tensor is not None)
             said = exchange.round(phase, mine, groups=[group.name])[group.name]
             if tensor is None or b"0" in said:
                 return None
             handle = symm_mem.rendezvous(tensor, group.torch_name)
-            return mailbox_of(TorchRendezvous(group, tensor, handle, timeout=timeout), timeout)
+            return workspace_of(TorchRendezvous(group, tensor, handle, timeout=timeout), timeout)
 
     def _at_last(
         self, nbytes: int, device: torch.device

@@ -20,8 +20,8 @@ __all__ = ["kernel_all_reduce_"]
 def kernel_all_reduce_(input: torch.Tensor, reduce_op: str, group_name: str) -> Run:
     """The sum of all ranks' inputs, the same bits on every rank.
 
-    Small ones go through mailboxes, see `symmplan.memory.meeting.mailbox`, if all ranks have such;
-    others are torch's two-shot kernel's.
+    Small ones go through workspaces, see `symmplan.memory.meeting.workspace`, if all ranks have
+    them; others are torch's two-shot kernel's.
 
     Args:
         input: In a segment, contiguous, whole words of 4 bytes; float32 or bfloat16.
@@ -34,9 +34,9 @@ def kernel_all_reduce_(input: torch.Tensor, reduce_op: str, group_name: str) -> 
     """
     by = "symmplan::kernel_all_reduce_: "
     segment, _ = located(input, "'input'", by=by, fix="let the plan place it")
-    mailbox = segment.meeting(group_name).mailbox
-    if mailbox is not None and mailbox.takes(input):
-        return functools.partial(mailbox.all_reduce, input)
+    workspace = segment.meeting(group_name).workspace
+    if workspace is not None and workspace.takes(input):
+        return functools.partial(workspace.all_reduce, input)
     whole = in_segment(input)
 
     def run() -> None:

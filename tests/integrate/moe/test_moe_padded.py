@@ -5,8 +5,6 @@ The kernels meet by the signals that they use on devices, between real ranks tha
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 from expert_programs import (
     kept_rows,
@@ -17,6 +15,7 @@ from expert_programs import (
     unseen,
     wrong_counts,
 )
+from interpreted import interpreted_pool_of, needs_triton
 from ranks import RankPool
 from test_moe import random_calls
 
@@ -24,9 +23,6 @@ import symmplan
 from symmplan.errors import OptionError
 
 pytestmark = pytest.mark.ranks
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton, which interprets kernels"
-)
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -35,14 +31,7 @@ def pool(request):
         yield ranks
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def interpreted(request):
-    """Ranks in which kernels run on the CPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        started = RankPool(request.param, timeout=280.0, method="spawn")
-    with started as ranks:
-        yield ranks
+interpreted = interpreted_pool_of(2, 3, timeout=280.0)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""The kernel of `symmplan.memory.meeting.mailbox`; only where Triton is.
+"""The kernel of `symmplan.memory.meeting.workspace`; only where Triton is.
 
-Words have 32 bits. A mailbox has them behind each other for calls of even and of odd numbers, there
-for each rank. An empty one is -1: not a number, nor is a half of it. Another such is sent instead.
+Words have 32 bits. A workspace has some for calls of even and of odd numbers, one behind the other,
+and there for each rank. An empty one is -1: not a number, nor is a half of it. Another such is sent instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _trap(number):
 @triton.jit(do_not_specialize=["numel"])
 def lamport_all_reduce(
     given,
-    mailbox,
+    workspace,
     addresses,
     calls,
     numel,
@@ -69,7 +69,7 @@ def lamport_all_reduce(
     for peer in tl.static_range(RANKS):
         word = mine
         if peer != RANK:
-            place = mailbox + tl.multiple_of(turn + peer * room, 4) + at
+            place = workspace + tl.multiple_of(turn + peer * room, 4) + at
             word, looks = _come(place, inside, limit)
             if TRAPS:  # noqa: SIM102 (what is compiled and what runs)
                 if looks >= limit:

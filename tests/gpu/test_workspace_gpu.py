@@ -1,4 +1,4 @@
-"""All-reduces through mailboxes in CUDA graphs: right sums, late peers, and none that hangs."""
+"""All-reduces through workspaces in CUDA graphs: right sums, late peers, and none that hangs."""
 
 from __future__ import annotations
 

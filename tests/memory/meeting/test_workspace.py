@@ -1,34 +1,21 @@
-"""All-reduces through mailboxes: the kernel, interpreted, between real ranks that are late."""
+"""All-reduces through workspaces: the kernel, interpreted, between real ranks that are late."""
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import RankPool
+from interpreted import interpreted_pool_of, needs_triton
 
 import symmplan
 from symmplan.memory import realize
-from symmplan.memory.meeting import mailbox as mailboxes
-from symmplan.memory.meeting.mailbox import Mailbox, has_kernels, mailbox_nbytes, mailbox_of
+from symmplan.memory.meeting import workspace as workspaces
+from symmplan.memory.meeting.workspace import Workspace, kernels_run, workspace_nbytes, workspace_of
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton, which interprets kernels"
-)
-
-
-@pytest.fixture(scope="module", params=[2, 3])
-def interpreted(request):
-    """Ranks in which kernels run on the CPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        started = RankPool(request.param, timeout=280.0, method="spawn")
-    with started as ranks:
-        yield ranks
+interpreted = interpreted_pool_of(2, 3, timeout=280.0)
 
 
 def _tensors(choice, world):
@@ -47,20 +34,20 @@ def _tensors(choice, world):
 
 
 def _summed(rank, world, seeds):
-    problem = symmplan.Problem.from_intervals([("x", 0, 1, mailbox_nbytes(world, 8192))])
+    problem = symmplan.Problem.from_intervals([("x", 0, 1, workspace_nbytes(world, 8192))])
     choice, apart, wrong = random.Random(0), random.Random(rank), []
     with realize(symmplan.plan(problem), memory="shm", timeout=60.0) as arena:
         (segment,) = arena.segments.values()
         segment.tensor.fill_(rank)
-        assert has_kernels(segment.meeting().group, segment.tensor.device, 60.0)
-        mailbox = mailbox_of(segment.meeting(), 60.0)
+        assert kernels_run(segment.meeting().group, segment.tensor.device, 60.0)
+        workspace = workspace_of(segment.meeting(), 60.0)
         for seed in seeds:
             given = _tensors(choice, world)
             mine = given[rank].clone()
             if apart.random() < 0.3:
                 time.sleep(apart.random() * 0.02)
-            assert mailbox.takes(mine)
-            mailbox.all_reduce(mine)
+            assert workspace.takes(mine)
+            workspace.all_reduce(mine)
             total = torch.zeros(mine.shape)
             for each in given:
                 total += each.float()
@@ -78,12 +65,12 @@ def test_late_ranks_have_the_same_sums(interpreted, seeds):
 
 
 def test_other_tensors_are_not_taken():
-    mailbox = Mailbox([torch.empty(mailbox_nbytes(1, 64), dtype=torch.uint8)], 0, 1.0)
+    workspace = Workspace([torch.empty(workspace_nbytes(1, 64), dtype=torch.uint8)], 0, 1.0)
     sizes = {512: True, 513: False, 0: False, 15: True}
     for numel, taken in sizes.items():
-        assert mailbox.takes(torch.zeros(numel)) == taken
-    assert not mailbox.takes(torch.zeros(3, dtype=torch.bfloat16))
-    assert not mailbox.takes(torch.zeros(4, dtype=torch.float16))
+        assert workspace.takes(torch.zeros(numel)) == taken
+    assert not workspace.takes(torch.zeros(3, dtype=torch.bfloat16))
+    assert not workspace.takes(torch.zeros(4, dtype=torch.float16))
 
 
 class _Broken:
@@ -96,9 +83,9 @@ class _Broken:
 @pytest.mark.parametrize("kernel", [_Broken(), None])
 def test_without_a_compiler_there_are_no_kernels(kernel, monkeypatch, caplog):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(mailboxes, "_kernel", lambda: kernel)
+    monkeypatch.setattr(workspaces, "_kernel", lambda: kernel)
     group = SimpleNamespace(size=2, rank=1)
-    assert not has_kernels(group, torch.device("cpu"), 1.0)
+    assert not kernels_run(group, torch.device("cpu"), 1.0)
     assert ("C compiler" in caplog.text) == (kernel is not None)
 
 
@@ -106,5 +93,5 @@ def test_without_a_compiler_there_are_no_kernels(kernel, monkeypatch, caplog):
     ("ranks", "nbytes", "found"),
     [(2, 1 << 20, 4 << 20), (2, 4 << 20, 4 << 20), (2, 8, 8192), (8, 4096, 65536)],
 )
-def test_a_mailbox_has_room_for_what_is_worth_it(ranks, nbytes, found):
-    assert mailbox_nbytes(ranks, nbytes) == found
+def test_a_workspace_has_room_for_what_is_worth_it(ranks, nbytes, found):
+    assert workspace_nbytes(ranks, nbytes) == found

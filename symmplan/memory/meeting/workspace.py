@@ -1,7 +1,7 @@
 """Small all-reduces in which nobody meets: a word is there when it is not empty.
 
 [Note: words that say that they came]
-    Each rank writes its input straight into a slot of its own in each peer's mailbox, in words of
+    Each rank writes its input straight into a slot of its own in each peer's workspace, in words of
     four bytes, and sums what comes into its own, in the order of the ranks. A slot has words that
     no rank sends: not a number, of one kind. Who finds anything else has the word, so no barrier
     comes before or behind. Who has read a word empties it again. Each word goes to all peers, so
@@ -9,8 +9,15 @@
 
     Calls of even and of odd numbers have slots of their own. When a rank writes those of call n, it
     has ended call n - 1, for which it had words of each peer. Those come from a peer that has ended
-    its call n - 2, and with it has read and emptied the slot. Calls are counted on the device, so
-    each replay of a CUDA graph is a call of its own.
+    its call n - 2, and with it has read and emptied the slot: what a kernel stores is there when
+    the kernel ends, before the next of its stream begins. Calls are counted on the device, so each
+    replay of a CUDA graph is a call of its own. Calls whose order no stream gives have workspaces
+    of their own, as their tensors, which use the signal pad, lie in different segments.
+
+    In the words of [Note: peers count] in `symmplan.model`: such a sum synchronizes, as each word
+    of a result needs all peers. It does not handshake, because a rank reads its own bytes when it
+    starts, and it does not release, because peers may still write their results when it ends. Peers
+    touch no bytes of a rank but its workspace.
 
 Source: the all-reduces that TensorRT-LLM and FlashInfer call Lamport's.
 """
@@ -19,12 +26,11 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan.device import device_of, kind_of
+from symmplan.device import device_of, runs_triton
 from symmplan.memory.kernels import as_bytes
 
 if TYPE_CHECKING:
@@ -33,7 +39,7 @@ if TYPE_CHECKING:
     from symmplan.coordination.groups import Group
     from symmplan.memory.segment import Rendezvous
 
-__all__ = ["Mailbox", "has_kernels", "mailbox_nbytes", "mailbox_of"]
+__all__ = ["Workspace", "kernels_run", "workspace_nbytes", "workspace_of"]
 
 _LOG = logging.getLogger("symmplan")
 
@@ -50,27 +56,25 @@ _LOOKS = {"cuda": 2_000_000, "cpu": 10_000}
 _HALVES = {torch.float32: False, torch.bfloat16: True}
 
 
-def mailbox_nbytes(ranks: int, nbytes: int) -> int:
-    """Bytes of a mailbox for sums of up to so many bytes, or fewer where those are too large."""
+def workspace_nbytes(ranks: int, nbytes: int) -> int:
+    """Bytes of a workspace for sums of up to so many bytes, or fewer where those are too large."""
     room = min(max(nbytes, 4 * _BLOCK), _MOST // max(ranks - 1, 1)) // _ALIGN * _ALIGN
     return 2 * ranks * room
 
 
-def has_kernels(group: Group, device: torch.device, timeout: float) -> bool:
-    """Whether Triton runs the kernels of a mailbox here; compiled now, not in a CUDA graph later.
+def kernels_run(group: Group, device: torch.device, timeout: float) -> bool:
+    """Whether Triton runs the kernels of a workspace here; compiled now, not in a CUDA graph later.
 
     Args:
         group: The ranks.
         device: This rank's.
-        timeout: As for `Mailbox`.
+        timeout: As for `Workspace`.
     """
-    if not kind_of(device).has_kernels and os.environ.get("TRITON_INTERPRET") != "1":
-        return False
-    if _kernel() is None:
+    if not runs_triton(device) or _kernel() is None:
         return False
     try:
-        there = torch.empty(mailbox_nbytes(group.size, 0), dtype=torch.uint8, device=device)
-        alone = Mailbox([there] * group.size, group.rank, timeout)
+        there = torch.empty(workspace_nbytes(group.size, 0), dtype=torch.uint8, device=device)
+        alone = Workspace([there] * group.size, group.rank, timeout)
         for dtype in _HALVES:
             for numel in (4, 4 * _BLOCK):
                 there.zero_()  # nothing is waited for
@@ -85,32 +89,32 @@ def has_kernels(group: Group, device: torch.device, timeout: float) -> bool:
 @functools.cache
 def _kernel() -> Any:
     try:
-        from symmplan.memory.meeting.mailbox_kernel import lamport_all_reduce
+        from symmplan.memory.meeting.workspace_kernel import lamport_all_reduce
     except ImportError:
         return None
     return lamport_all_reduce
 
 
-def mailbox_of(meeting: Rendezvous, timeout: float) -> Mailbox:
-    """The mailbox of a group whose ranks all have kernels.
+def workspace_of(meeting: Rendezvous, timeout: float) -> Workspace:
+    """The workspace of a group whose ranks all have kernels.
 
     Args:
-        meeting: How the ranks meet in `mailbox_nbytes` bytes of each, which have no other use.
-        timeout: As for `Mailbox`.
+        meeting: How the ranks meet in `workspace_nbytes` bytes of each, which have no other use.
+        timeout: As for `Workspace`.
 
     Collective: yes.
     """
     peers, rank = meeting.peers, meeting.group.rank
     peers[rank].fill_(255)  # all empty
     meeting.barrier()
-    return Mailbox(peers, rank, timeout, meeting)
+    return Workspace(peers, rank, timeout, meeting)
 
 
-class Mailbox:
+class Workspace:
     """All-reduces over one group, one after the other. See [Note: words that say that they came].
 
     Args:
-        peers: Each rank's mailbox, as one-dimensional uint8.
+        peers: Each rank's workspace, as one-dimensional uint8.
         rank: Which of them is this rank's.
         timeout: Seconds that a kernel waits for a peer, about.
         holds: What keeps the peers' memory mapped.
