@@ -1,7 +1,8 @@
 """The kernel of `symmplan.memory.meeting.workspace`; only where Triton is.
 
 Words have 32 bits. A workspace has some for calls of even and of odd numbers, one behind the other,
-and there for each rank. An empty one is -1: not a number, nor is a half of it. Another such is sent instead.
+and there for each rank. An empty one is -1: not a number, nor is a half of it. Another such is sent
+instead.
 """
 
 from __future__ import annotations
