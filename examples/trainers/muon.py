@@ -8,6 +8,8 @@ the session around the optimizer lies in those of FSDP2
     0.9995 49152 0
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -35,9 +37,9 @@ def update(parameters: list[nn.Parameter]) -> None:
     mine, back = (torch.empty(world, *shards[0].shape, device=device) for _ in range(2))
     dist.all_to_all_single(mine, symmplan.placed.out(torch.stack, shards))
     x = mine.flatten(0, 1) / (mine.norm() + 1e-7)
-    for _ in range(5):  # Newton-Schulz: singular values of about 1
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    for addmm in (*[torch.addmm] * 4, partial(symmplan.placed.out, torch.addmm)):
+        gram = x @ x.T  # Newton-Schulz: singular values of about 1
+        x = addmm(x, -4.7750 * gram + 2.0315 * gram @ gram, x, beta=3.4445)
     dist.all_to_all_single(back, x.view_as(mine))
     for p, change in zip(parameters, back, strict=False):
         p.to_local().sub_(change, alpha=0.02)

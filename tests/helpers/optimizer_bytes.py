@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
+from functools import partial
 
 import torch
 from ranks import RankPool
@@ -27,33 +28,39 @@ LARGE, SMALL = (24, 4096, 4096), (6, 64, 16)
 SIDES = ("FSDP2", "FSDP2 planned", "and the optimizer")
 
 
-def _orthogonal(x):
+def _orthogonal(x, addmm=torch.addmm):
+    """Newton-Schulz; ``addmm`` makes the result."""
     x = x / (x.norm() + 1e-7)
-    for _ in range(5):
+    for by in (*[torch.addmm] * 4, addmm):
         gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        x = by(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
     return x
 
 
-def _dealt(shards, world):
+def _dealt(grads, momenta, world):
     """The rows of the updates of ``world`` matrices, one of which each rank has whole meanwhile."""
     import torch.distributed as dist
 
     import symmplan
 
+    shards = [grad.add(m, alpha=0.95) for grad, m in zip(grads, momenta, strict=True)]
     mine, back = (torch.empty(world, *s.shape, dtype=s.dtype, device=s.device) for s in shards[:2])
     dist.all_to_all_single(mine, symmplan.placed.out(torch.stack, shards))
-    dist.all_to_all_single(back, _orthogonal(mine.flatten(0, 1)).view_as(mine))
+    addmm = partial(symmplan.placed.out, torch.addmm)
+    dist.all_to_all_single(back, _orthogonal(mine.flatten(0, 1), addmm).view_as(mine))
     return back
 
 
-def _gathered(shards, world):
+def _gathered(grads, momenta, world):
     """The same, where each rank gathers every matrix."""
     import torch.distributed as dist
 
+    import symmplan
+
     made = []
-    for shard in shards:
-        whole = shard.new_empty(world * shard.shape[0], *shard.shape[1:])
+    for grad, m in zip(grads, momenta, strict=True):
+        whole = grad.new_empty(world * grad.shape[0], *grad.shape[1:])
+        shard = symmplan.placed.out(torch.add, grad, m, alpha=0.95)
         dist.all_gather_into_tensor(whole, shard)
         made.append(_orthogonal(whole).chunk(world)[dist.get_rank()])
     return made
@@ -61,8 +68,9 @@ def _gathered(shards, world):
 
 @torch.no_grad()
 def _update(some, momenta, act):
-    shards = [momenta[p].mul_(0.95).add_(p.grad.to_local()) for p in some]
-    for p, change in zip(some, act(shards, len(some)), strict=True):
+    grads = [p.grad.to_local() for p in some]
+    kept = [momenta[p].mul_(0.95).add_(grad) for p, grad in zip(some, grads, strict=True)]
+    for p, change in zip(some, act(grads, kept, len(some)), strict=True):
         p.to_local().sub_(change, alpha=0.02)
 
 
@@ -85,7 +93,7 @@ def _trained(rank, world, device, side, deal):
     handle = None if side == SIDES[0] else symmplan.fsdp.apply(model, timeout=60.0)
     session = None
     if side == SIDES[2]:
-        session = symmplan.eager(choose="placed", device=device, timeout=60.0)
+        session = symmplan.eager(device=device, timeout=60.0)
     batch = torch.randn(world, rows, width, device=device).to(kind["dtype"])
     momenta = {p: torch.zeros_like(p.to_local()) for p in model.parameters()}
     weights, taken, driver = [*model.parameters()], [], _Driver(look=look)
