@@ -169,9 +169,10 @@ def _settle(connection: Connection, life: Life, log: str) -> None:
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():  # it was gone before the line above
         os._exit(1)
+    # Collections pass by what was imported before. Garbage of a parent that forks may be a server
+    # whose end waits for threads, which are not here.
+    gc.freeze()
     if life.forked:
-        # Garbage of the parent may be a server whose end waits for threads, which are not here.
-        gc.freeze()
         gc.enable()
     for number in (signal.SIGTERM, signal.SIGHUP):  # a forked rank has its parent's
         signal.signal(number, signal.SIG_DFL)

@@ -13,7 +13,7 @@ from devices import SHARED, needs_devices, pool_on
 
 pytestmark = needs_devices()
 
-DIM, TURNS = 4096, 5
+DIM, TURNS = 8192, 5
 MiB = 1 << 20
 #: What a rank's first registration sets up for good, in CUDA and in the program's communicator.
 STAYS = 90 * MiB
@@ -94,6 +94,6 @@ def test_a_sleeping_handle_holds_next_to_nothing(two, choose):
         assert stats.sleeps == TURNS
         ranks = 2 if SHARED else 1  # whose bytes the driver counts
         for awake, asleep in zip(found["awake"], found["asleep"], strict=True):
-            assert awake - asleep > 0.95 * ranks * stats.segment_bytes
+            assert awake - asleep >= 0.95 * (awake - before)
             assert asleep - before <= ranks * STAYS
         assert max(found["asleep"]) - min(found["asleep"]) <= 2 * MiB  # nothing grows

@@ -38,7 +38,7 @@ if not torch.cuda.is_available():  # Inductor asks devices for their properties,
     _PRELOAD += ["symmplan.integrate.compile.backend", "symmplan.integrate.fsdp.apply"]
     _PRELOAD += ["symmplan.integrate.eager.session", "torch._inductor.compile_fx"]
     _PRELOAD += ["torch.distributed.tensor.experimental"]  # what Dynamo imports for a first graph
-multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOAD, "frozen"])
+multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
 
 
 class RanksFailed(AssertionError):  # noqa: N818

@@ -64,15 +64,20 @@ class Device:
 
     @property
     def reserved(self):
-        now = self.allocated
-        now += self._cached
+        return self._reserved(self.allocated)
+
+    def _reserved(self, allocated):
+        now = allocated + self._cached
         self.most_reserved = max(self.most_reserved, now)
         return now
 
     @property
     def free(self):
         """Free bytes, by the driver."""
-        return self.total - sum(self.taken.values()) - self.segments - self.reserved
+        return self._free(self.reserved)
+
+    def _free(self, reserved):
+        return self.total - sum(self.taken.values()) - self.segments - reserved
 
     def take(self, cause, nbytes):
         """Bytes beyond segments.
@@ -108,12 +113,12 @@ class Device:
     def count(self, tensor):
         """A tensor of the program has been made."""
         storage = tensor.untyped_storage()
-        self._tensors()  # what is gone may have been where this one is
+        allocated = self.allocated  # what is gone may have been where this one is
         if storage._cdata in self._counted or not storage.nbytes():
             return
         if self._lies_in_another(storage):
             return
-        self._reserve(storage.nbytes())
+        self._reserve(storage.nbytes(), self._reserved(allocated))
         self._counted[storage._cdata] = weakref.ref(storage)
         self._sizes[storage._cdata] = 0  # as it had none before
         self.reserved  # noqa: B018 - the most so far
@@ -131,8 +136,8 @@ class Device:
             other is not None and 0 <= begin - _address(other) < other.nbytes() for other in others
         )
 
-    def _reserve(self, nbytes):
-        reserved, free = self.reserved, self.free
+    def _reserve(self, nbytes, reserved):
+        free = self._free(reserved)
         more = 0 if nbytes <= self._cached else nbytes
         if more > free:
             self.retries += 1
