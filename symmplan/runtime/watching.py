@@ -72,6 +72,9 @@ _MEET = (
 )
 #: The same of ``c10d::`` ops that have no functional form.
 _MEET_C10D = ("barrier", "allgather_", "allgather_into_tensor_coalesced_", "allgather_coalesced_")
+#: What ``c10d::`` ops call the tensors that they only read; their schemas say of no tensor whether
+#: it is written.
+_INPUTS = ("input", "inputs", "input_list", "input_tensor", "input_tensors")
 #: Those that not all ranks of the group call.
 _BETWEEN_TWO = ("send", "recv_", "recv_any_source_", "isend", "irecv", "batch_p2p_ops")
 
@@ -224,10 +227,11 @@ class Watching(TorchDispatchMode):
         group = _group_of(bound)
         ranks, touches = c10d.group_ranks(group), []
         others = tuple(r for r in ranks if r != torch.distributed.get_rank())
-        unknown = func.namespace == "c10d" and form is None  # its schema says nothing of writes
+        unknown = func.namespace == "c10d" and form is None
         for argument in op._schema.arguments:
             info = argument.alias_info
-            writes = unknown or (info is not None and info.is_write)
+            writes = unknown and argument.name not in _INPUTS
+            writes |= info is not None and info.is_write
             for tensor in _tensors(bound.get(argument.name)):
                 touched = touch(tensor, write=writes, op=func._schema.name, lasting=True)
                 if touched is not None:

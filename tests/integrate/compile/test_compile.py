@@ -67,6 +67,14 @@ def _check(pool, program, inner, repeat=3):
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(program=programs())
+# An op's own all-gather reads what peers still read.
+@example(
+    program=Program(
+        (2,),
+        (*[("relu", 0)] * 3, ("peers", 1, 0), ("sum", 1, 0), ("relu", 0)),
+        (4, 5),
+    )
+)
 def test_random_programs_op_by_op(pool, program):
     _check(pool, program, "eager")
 
