@@ -55,6 +55,7 @@ class Rendezvous:
             otherwise.
         workspace: Where kernels of all ranks exchange words, a
             `symmplan.memory.meeting.workspace.Workspace`; None if there is none.
+        calls: What makes the calls that ran on it, see `symmplan.memory.ops.library`.
     """
 
     memory = "local"
@@ -67,6 +68,7 @@ class Rendezvous:
         self.group = group
         self.near = tuple(near or range(group.size))
         self.place = self.near.index(group.rank)
+        self.calls: dict[Any, Callable[..., Any]] = {}
         self._peers = peers
         self._given: list[int] = []
 
@@ -152,6 +154,7 @@ class Rendezvous:
     def release(self) -> None:
         """Let go of the peers' memory."""
         self._peers, self.workspace = (), None
+        self.calls.clear()
 
     def forked(self) -> None:
         """Called in a forked child, which takes no part in what the rank does with its peers."""
@@ -247,6 +250,8 @@ class Segment:
         if unmet is not None:
             self.unmet.add(unmet)
         gone = self.rendezvous.get(group)
+        if gone is not None:
+            gone.calls.clear()
         self.rendezvous = {n: met for n, met in self.rendezvous.items() if met is not gone}
 
     def require_never_failed(self, group: Any) -> None:

@@ -165,6 +165,8 @@ def _taken(rank, world, kind, memory):
 @pytest.mark.parametrize("memory", ["nccl", "cuda"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_bytes_of_a_device_grow(few_recorded, kind, memory):
+    if (kind, memory) == ("default", "cuda"):
+        pytest.skip("a process has one default backend, on the first device that it met")
     for found in few_recorded.run(on_devices, _taken, kind, memory):
         assert found[-1] == found[1], found
 

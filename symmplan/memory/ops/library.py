@@ -1,7 +1,15 @@
-"""The torch library ``symmplan``: the ops of `symmplan.memory` as ``torch.ops.symmplan.*``."""
+"""The torch library ``symmplan``: the ops of `symmplan.memory` as ``torch.ops.symmplan.*``.
+
+[Note: prepared calls]
+    Compiled code calls an op anew in each run, with tensors at the same places of a segment. So the
+    first call of some sizes at some places is checked and prepared for good, and those that come
+    find it at the rendezvous on which they meet. It has views of its own of the segment, as the
+    call's tensors may be leases that end.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +26,7 @@ from symmplan.memory.ops.one_sided import (
     reduce_scatter_out,
 )
 from symmplan.memory.ops.started import all_gather_start, all_reduce_start, reduce_scatter_start
+from symmplan.memory.segment import in_segment, locate
 from symmplan.torch_private import works
 
 if TYPE_CHECKING:
@@ -52,6 +61,16 @@ _SCHEMAS: dict[Callable[..., Run], str] = {
 #: a call and returns what makes it, as often as wanted.
 IMPLEMENTATIONS = {f"symmplan::{op.__name__}": op for op in _SCHEMAS}
 
+#: The symmetric tensors of ops whose calls are prepared once. Ranks meet on the first one's segment.
+_PREPARED: dict[Callable[..., Run], tuple[str, ...]] = {
+    all_gather_out: ("out",),
+    reduce_scatter_out: ("input",),
+    all_reduce_out: ("input", "out"),
+    broadcast_out: ("out",),
+}
+#: So many calls are remembered of a segment and a group.
+_MOST = 1024
+
 
 def _fake(*args: object, **kwargs: object) -> None:
     """They change ``out`` in place and return nothing: no shape to compute."""
@@ -59,13 +78,51 @@ def _fake(*args: object, **kwargs: object) -> None:
 
 def _made(implementation: Callable[..., Run]) -> Callable[..., None]:
     """An op's kernel. What is not over then ends in ``wait_tensor`` of ``out``."""
+    prepare: Callable[..., Run] = implementation
+    if implementation in _PREPARED:
+        prepare = functools.partial(_prepared, implementation, _PREPARED[implementation])
 
     def kernel(*args: Any, **kwargs: Any) -> None:
-        work = implementation(*args, **kwargs)()
+        work = prepare(*args, **kwargs)()
         if work is not None:
             works.ended_by_wait(kwargs["out"], work)
 
     return kernel
+
+
+def _prepared(
+    implementation: Callable[..., Run],
+    symmetric: tuple[str, ...],
+    input: torch.Tensor,  # noqa: A002 (what torch calls it)
+    *args: Any,
+    out: torch.Tensor,
+) -> Run:
+    """What makes a call; see [Note: prepared calls]."""
+    tensors = {"input": input, "out": out}
+    met, places = [], []
+    for name in symmetric:
+        found = locate(tensors[name])
+        if found is None or not tensors[name].is_contiguous() or not tensors[name].numel():
+            return implementation(input, *args, out=out)
+        met.append(found[0].meeting(args[-1]))
+        places += found[1:]
+    given = input.shape, input.dtype, input.device, out.shape, out.dtype, out.device
+    key = (implementation, args, *places, *met[1:], *given)
+    calls, others = met[0].calls, [x for name, x in tensors.items() if name not in symmetric]
+    if key in calls:
+        return functools.partial(calls[key], *others)
+    run = implementation(input, *args, out=out)
+    if len(calls) >= _MOST:
+        calls.clear()
+    with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
+        own = {n: in_segment(x) if n in symmetric else _like(x) for n, x in tensors.items()}
+        calls[key] = implementation(own["input"], *args, out=own["out"])
+    return run
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape, of one element's bytes."""
+    return tensor.new_empty(()).expand(tensor.shape)
 
 
 def _register() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,6 +62,51 @@ def test_wrong_calls_raise_and_do_no_harm(pool):
         assert good
         assert "symmplan::all_gather_out" in told["plain"]
         assert "'out'" in told["plain"]
+
+
+def repeated_calls(rank, world):
+    """How often calls were prepared, and whether each brought what its own input says.
+
+    The first one is made where tensors are those of inference, and its tensors are gone behind it.
+    """
+    import symmplan.memory.ops.one_sided as one_sided
+
+    everyone = tuple(range(world))
+    arena, group = STATE["arenas"][everyone], STATE["groups"][everyone]
+    name, ops = group.group_name, torch.ops.symmplan
+    prepared, right, held = [], [], []
+    init = one_sided.OpCall.__init__
+
+    def counted(self, op, *args):
+        prepared.append(op)
+        init(self, op, *args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(one_sided.OpCall, "__init__", counted)
+        for turn in range(5):
+            with torch.inference_mode(mode=not turn):
+                whole = arena.tensor("a", torch.float32)[8 : 8 + 24 * world]
+                total = arena.tensor("b", torch.float32)[16:40]
+                mine = torch.arange(24.0) + 100 * rank + turn
+                ops.all_gather_out(mine, world, name, out=whole)
+                want = torch.cat([torch.arange(24.0) + 100 * r + turn for r in range(world)])
+                right.append(torch.equal(whole, want))
+                part = torch.empty(24)
+                ops.reduce_scatter_out(whole, "sum", world, name, out=part)
+                right.append(torch.equal(part, want[24 * rank :][:24] * world))
+                ops.broadcast_out(part + rank, world - 1, name, out=total)
+                ops.all_reduce_out(total, "sum", name, out=total)
+                right.append(torch.equal(total, (want[-24:] * world + world - 1) * world))
+                held.append(sys.getrefcount(mine))
+    return {op: prepared.count(op) for op in prepared}, right, held
+
+
+def test_calls_at_the_same_places_are_prepared_once(pool):
+    for prepared, right, held in pool.run(repeated_calls):
+        assert all(right)
+        assert len(prepared) == 4
+        assert {*prepared.values()} == {2}  # once for the call that is there, once for all others
+        assert len({*held}) == 1  # no call keeps the tensors of the program
 
 
 def unequal_calls(rank, world, what):
