@@ -61,7 +61,8 @@ _SCHEMAS: dict[Callable[..., Run], str] = {
 #: a call and returns what makes it, as often as wanted.
 IMPLEMENTATIONS = {f"symmplan::{op.__name__}": op for op in _SCHEMAS}
 
-#: The symmetric tensors of ops whose calls are prepared once. Ranks meet on the first one's segment.
+#: The symmetric tensors of ops whose calls are prepared once. Ranks meet on the segment of the
+#: first one.
 _PREPARED: dict[Callable[..., Run], tuple[str, ...]] = {
     all_gather_out: ("out",),
     reduce_scatter_out: ("input",),
@@ -99,7 +100,8 @@ def _prepared(
 ) -> Run:
     """What makes a call; see [Note: prepared calls]."""
     tensors = {"input": input, "out": out}
-    met, places = [], []
+    met: list[Any] = []
+    places: list[int] = []
     for name in symmetric:
         found = locate(tensors[name])
         if found is None or not tensors[name].is_contiguous() or not tensors[name].numel():
