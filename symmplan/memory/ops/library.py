@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +117,9 @@ def _prepared(
     run = implementation(input, *args, out=out)
     if len(calls) >= _MOST:
         calls.clear()
-    with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
+    # Without memory for its tensors it is not kept: no rank may fail here while its peers go on.
+    # What is made here outlives the caller's mode.
+    with contextlib.suppress(RuntimeError), torch.inference_mode(mode=False):
         own = {n: in_segment(x) if n in symmetric else _like(x) for n, x in tensors.items()}
         calls[key] = implementation(own["input"], *args, out=own["out"])
     return run
