@@ -107,6 +107,7 @@ def _replans(rank, world, captured, outgrown):
     return there, replans
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(("captured", "outgrown"), [(False, False), (True, False), (True, True)])
 def test_fsdp2_is_not_planned_again_where_its_tenant_is_captured(two, captured, outgrown):
     for there, replans in two.run(on_devices, _replans, captured, outgrown):

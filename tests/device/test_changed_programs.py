@@ -70,6 +70,7 @@ def _both(rank, world, resharded, **options):
     return [(s.placed, s.plain, s.recorded, s.replans) for s in stats]
 
 
+@pytest.mark.further
 def test_a_program_that_changes_for_good_is_recorded_and_planned_as_in_the_beginning(two):
     """Its parameters take more bytes than all that it had in its first step."""
     run = functools.partial(_both, resharded=[True] * 2 + [False] * 4)

@@ -172,6 +172,7 @@ def test_sessions_write_views_without_races(two):
     two.run(_eager, _names(), {"debug": True})
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_graphs_write_views(two, inner):
     assert two.run(_compiled, _names(), inner) == [[0] * len(PROGRAMS)] * 2

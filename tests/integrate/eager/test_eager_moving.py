@@ -145,6 +145,7 @@ def test_it_is_moved_in_inference_mode(two):
     assert two.run(_compared, items, "shm", True) == [(True, [])] * 2
 
 
+@pytest.mark.further
 def test_it_is_another_tensor_that_a_later_call_gets(two):
     """What went back is not where a later call of the plan looks for it."""
     with pytest.raises(RanksFailed, match="is not the tensor of the recorded iteration"):

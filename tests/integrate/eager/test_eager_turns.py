@@ -173,6 +173,7 @@ def _capturing(rank, world):
     handle.remove()
 
 
+@pytest.mark.further
 def test_a_session_that_takes_turns_is_not_captured_alone():
     """In ranks of its own: what failed on a device keeps its memory there."""
     with RankPool(2, timeout=120.0) as pool:
