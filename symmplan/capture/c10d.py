@@ -68,12 +68,8 @@ def _broadcast(tensors: Any, group: str, root: int, number: int) -> tuple[Any, .
     return (tensors[0], root, group), {}, tensors[0]
 
 
-def _all_to_all(
-    out: Any, source: Any, group: str, received: Any, sent: Any
-) -> tuple[Any, ...] | None:
-    if received or sent:  # whoever gives them will give others in the next iteration
-        return None
-    return (source, [], [], group), {"out": out}, out
+def _all_to_all(out: Any, source: Any, group: str, received: Any, sent: Any) -> tuple[Any, ...]:
+    return (source, received, sent, group), {"out": out}, out
 
 
 def _size(group: str) -> int:

@@ -32,6 +32,7 @@ from symmplan.capture.graphs import (
     overload_of,
     target_name,
     tensor_leaves,
+    unequal_parts,
     written_arguments,
 )
 from symmplan.capture.sites import How, Kept, PlacedStorage, Site
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
     from symmplan.capture.producers import Write
 
+#: Why a tensor stays in ordinary memory that loses nothing there.
+ANYWHERE_INPUT = "the ranks send parts of other sizes, which may lie anywhere"
 _SHUNNED = "an op that runs in torch's own way uses it, too"
 
 
@@ -159,6 +162,7 @@ class Decider:
         name = f"{self.prefix}{site.value[0].name}"
         slower = site.node in self.slower
         needed = not (slower or self.anywhere(spec, self.groups[site.node], site.requirement))
+        needed = needed and reason != ANYWHERE_INPUT
         about = (name, spec.op, site.where, reason, nbytes)
         self.unplanned.append(Unplanned(*about, needed=needed))
         self.sites.append(evolve(site, reason=reason))
@@ -172,6 +176,8 @@ class Decider:
         reason = self.refused.get(site.node) or self.skip(*about)
         if reason is not None:
             return reason
+        if site.head == "input" and unequal_parts(site.node) is not None:
+            return ANYWHERE_INPUT
         if site.node in self.waits and not self.waits[site.node]:
             return "nobody in the graph waits for the op, so it may still run after the graph"
         fake = self.values.tensors[site.value]
@@ -186,7 +192,7 @@ class Decider:
                 f"its size {tuple(fake.shape)} is symbolic without an upper bound; set one with "
                 "torch._dynamo.mark_dynamic(tensor, dim, max=...), or compile with dynamic=False"
             )
-        if bound(fake.numel()) == 0:
+        if bound(fake.numel()) == 0 and unequal_parts(site.node) is None:
             return "it has no elements"
         return None
 
@@ -195,6 +201,9 @@ class Decider:
         numel = fake.numel() * fake.element_size()
         nbytes = bound(fake.untyped_storage().nbytes() if whole else numel)
         assert nbytes is not None
+        parts = unequal_parts(site.node)
+        if parts is not None:
+            nbytes = max(nbytes, parts.nbytes)
         buffer = Buffer(
             name=self.prefix + name,
             nbytes=nbytes,
@@ -272,7 +281,7 @@ class Decider:
             by_producer = reason is not None
         if reason is None:
             name = self.buffer_of(root) or self._settle(site, root)
-            self._widen(name, site.requirement)
+            self._widen(name, site)
             self._place(site, "bind", name)
             return
         if self._is_written_twice(site, root):
@@ -312,11 +321,13 @@ class Decider:
             return placed.buffer
         return None if kept is None else kept.buffer
 
-    def _widen(self, name: str, requirement: Requirement) -> None:
+    def _widen(self, name: str, site: Site) -> None:
         """One storage, several requirements: the strictest holds."""
-        have = self.buffers[name]
+        have, requirement = self.buffers[name], site.requirement
         align, pad = max(have.align, requirement.align), have.signal_pad or requirement.signal_pad
-        self.buffers[name] = evolve(have, align=align, signal_pad=pad)
+        parts = unequal_parts(site.node)
+        nbytes = have.nbytes if parts is None else max(have.nbytes, parts.nbytes)
+        self.buffers[name] = evolve(have, align=align, signal_pad=pad, nbytes=nbytes)
 
     def _why_stage(self, site: Site, root: Value) -> str | None:
         """Why the argument cannot simply lie in its placement, or None if it can."""

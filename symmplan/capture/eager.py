@@ -169,6 +169,7 @@ class Recorder(TorchDispatchMode):
         self.writes: dict[fx.Node, Write] = {}
         self.filled: dict[fx.Node, fx.Node] = {}
         self._names = 0
+        self._declared = 0  # how many declared calls there were
         self._closed = False
         self._entered = False
 
@@ -289,7 +290,7 @@ class Recorder(TorchDispatchMode):
         storage.nodes.clear()
         like = torch.empty(storage.meta.nbytes(), dtype=torch.uint8, device="meta")
         storage.meta = like.untyped_storage()
-        empty, name = torch.ops.aten.empty.memory_format, f"filled_{len(self.calls)}"
+        empty, name = torch.ops.aten.empty.memory_format, f"filled_{self._declared}"
         storage.origin = self._node(empty, ((list(tensor.shape),), {}), tensor, name)
         return storage.origin
 
@@ -341,6 +342,7 @@ class Recorder(TorchDispatchMode):
         line, stream = self.lines.get(node, ""), self.timeline.streams[node.name]
         storages = self._storages_of((args, kwargs, result))
         self.calls.append(Recorded(node, op, form, "op", *given, line, stream, storages))
+        self._declared += 1
 
     def memory(self, tensor: torch.Tensor, kind: str, write: Write, args: Any, kwargs: Any) -> None:
         """``tensor`` was just made by `placed.empty` or `placed.out`, called with ``args``."""

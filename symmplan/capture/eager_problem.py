@@ -9,6 +9,13 @@
     safe without a plan, either. With ``record_stream`` the buffer gets such an access on each of
     those streams, too. A program that drops each tensor right after its last use has no such
     accesses, and gives exactly the problem of FX.
+
+[Note: unequal parts]
+    What an all-to-all of unequal parts brings has another size on each rank, and each rank may do
+    other things with it: who gets no rows does nothing. The ranks must plan the same, though. So
+    such a buffer is as large as any rank needs it, and in place of what the program does with it
+    between declared calls it has one access, when the last rank has dropped it. What the program
+    does there with other buffers is numbered, and nodes are named anew behind each declared call.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from attrs import evolve
 
 from symmplan.capture.fx import capture_fx
+from symmplan.capture.graphs import is_wait, unequal_parts
 from symmplan.capture.sites import Captured, Step
 from symmplan.capture.streams import MAIN, unordered, with_streams
 from symmplan.model import Access, Operation, Unplanned
@@ -151,11 +159,62 @@ def _in_time(recorder: Recorder, captured: Captured) -> Captured:
             accesses.append(Access(name, placed.buffer))
             steps[name] = Step("release", buffer=placed.buffer)
     operations.sort(key=itemgetter(0))
-    problem = evolve(problem, operations=[o for _, o, _ in operations], accesses=accesses)
+    ordered, accesses = _alike(recorder, captured, steps, [o[1:] for o in operations], accesses)
+    problem = evolve(problem, operations=[o for o, _ in ordered], accesses=accesses)
     declared = {call.stream for call in recorder.calls} | {MAIN}
-    placed_at = [moment for _, _, moment in operations]
+    placed_at = [moment for _, moment in ordered]
     problem = with_streams(problem, recorder.timeline, placed_at, declared)
     return evolve(captured, problem=problem, steps=steps)
+
+
+def name_between_calls(recorder: Recorder) -> None:
+    """Let nodes have equal names on all ranks. See [Note: unequal parts]."""
+    timeline, declared = recorder.timeline, 0
+    calls = {call.node for call in recorder.calls if call.kind == "op"}
+    named = {*calls, *recorder.filled.values()}
+    for node in list(recorder.graph.nodes):
+        declared += node in calls
+        if node.op != "call_function" or is_wait(node) or node in named:
+            continue
+        before = node.name
+        node._rename(f"{before.rstrip('_0123456789')}_between{declared}")
+        if before in timeline.at:
+            timeline.at[node.name] = timeline.at.pop(before)
+            timeline.streams[node.name] = timeline.streams.pop(before)
+
+
+def _alike(
+    recorder: Recorder,
+    captured: Captured,
+    steps: dict[str, Step],
+    operations: list[tuple[Operation, _Moment]],
+    accesses: list[Access],
+) -> tuple[list[tuple[Operation, _Moment]], list[Access]]:
+    """What all ranks have in common. See [Note: unequal parts]; adds to ``steps``."""
+    parts = {s.buffer: unequal_parts(s.node) for s in captured.sites if s.buffer is not None}
+    until = {buffer: of.until for buffer, of in parts.items() if of is not None}
+    if not until:
+        return operations, accesses
+    own = {n for o, _ in operations if steps[n := o.name].kind in ("use", "release") and not o.ends}
+    accesses = [a for a in accesses if not (a.buffer in until and a.operation in own)]
+    left = {a.operation for a in accesses}
+    operations = [o for o in operations if o[0].name in left or o[0].name not in own]
+    names = [o.name for o, _ in operations if o.name in own]
+    new = {name: f"between:{i}" for i, name in enumerate(names)}
+    steps.update({new[name]: steps.pop(name) for name in names})
+    operations = [(evolve(o, name=new.get(o.name, o.name)), at) for o, at in operations]
+    accesses = [evolve(a, operation=new.get(a.operation, a.operation)) for a in accesses]
+    calls = [call.node for call in recorder.calls if call.kind == "op"]
+    for buffer, number in until.items():
+        later = set(calls[number:])
+        each = enumerate(operations)
+        place = next((i for i, (o, _) in each if steps[o.name].node in later), len(operations))
+        held = Operation(f"{buffer}:held")
+        moment = operations[min(place, len(operations) - 1)][1]
+        operations.insert(place, (held, moment))
+        accesses.append(Access(held.name, buffer))
+        steps[held.name] = Step("release", buffer=buffer)
+    return operations, accesses
 
 
 def _moment(recorder: Recorder, captured: Captured, step: Step) -> _Moment:

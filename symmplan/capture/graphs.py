@@ -14,7 +14,7 @@ import re
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 from torch import fx
 
 from symmplan.errors import CaptureError
@@ -96,6 +96,30 @@ def _line_of(node: fx.Node) -> str:
             line = pathlib.Path(where).name
             return line if function == "<module>" else f"{function}, {line}"
     return ""
+
+
+#: Where a node has it.
+AGREED = "symmplan_unequal_parts"
+
+
+@frozen
+class UnequalParts:
+    """What the ranks have agreed on for an all-to-all whose sizes are others on each of them.
+
+    Attributes:
+        nbytes: Bytes of the largest result.
+        until: Which of the iteration's declared calls is the first that none of the ranks makes
+            before it has dropped its result.
+    """
+
+    nbytes: int
+    until: int
+
+
+def unequal_parts(node: fx.Node) -> UnequalParts | None:
+    """What the ranks have agreed on for a call of unequal parts; None of other calls."""
+    found: UnequalParts | None = node.meta.get(AGREED)
+    return found
 
 
 def overload_of(target: Any) -> OpOverload | None:

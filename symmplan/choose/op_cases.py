@@ -9,7 +9,7 @@ import torch
 from attrs import field, frozen
 
 from symmplan.capture.bounds import bound as bound_of
-from symmplan.capture.graphs import overload_of
+from symmplan.capture.graphs import overload_of, unequal_parts
 from symmplan.choose.cases import Case, aligned, cut
 from symmplan.choose.work import flops_beside
 from symmplan.place.algorithms import overload_named
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from symmplan.model import AlgorithmName
     from symmplan.place.algorithms import Lowering
 
-#: Arguments of all-to-alls. What has placements has equal parts.
+#: Arguments of all-to-alls.
 _SPLITS = ("output_split_sizes", "input_split_sizes")
 
 _wait = torch.ops._c10d_functional.wait_tensor
@@ -77,7 +77,7 @@ class OpCase(Case):
             placed = self._cut(places)
             within = "two-level" if "two-level" in self.algorithms else "symmetric"
             acts[within] = self._in_placements(self.row, self.group, given, placed)
-            if engines is not None and self.row.engine:
+            if engines is not None and self.engine:
                 over = c10d.group_name(engines)
                 acts["copy engine"] = self._in_placements(self.row, over, given, placed)
         return acts
@@ -182,12 +182,18 @@ def _case(
     given = bound[name]
     inputs = given if row.each else [given]
     fakes = [n.meta["val"] for n in inputs]
+    numels = tuple(bound_of(f.numel()) or 0 for f in fakes)
     group = captured.groups[node]
+    parts = unequal_parts(node)
+    if parts is not None:  # it is timed with equal ones, as large as any rank's
+        numel = parts.nbytes // fakes[0].element_size()
+        numels = (math.ceil(numel / ranks[group]) * ranks[group],)
+    engine = row.engine and parts is None
     assert spec.group is not None  # collectives name theirs
     algorithms: tuple[AlgorithmName, ...] = ("symmetric",)
     if group in levels:
         algorithms = ("two-level",)
-    elif row.engine:
+    elif engine:
         algorithms = ("symmetric", "copy engine")
     return OpCase(
         op=spec.op,
@@ -195,14 +201,14 @@ def _case(
         group=group,
         ranks=ranks[group],
         dtype=str(fakes[0].dtype).removeprefix("torch."),
-        numels=tuple(bound_of(f.numel()) or 0 for f in fakes),
+        numels=numels,
         algorithms=algorithms,
         others=_others(bound, name, spec.group),
         copied_in=any(s.how == "stage" and s.kind == "argument" for s in sites),
         copied_out=any(s.leaves or (s.how == "stage" and s.writes) for s in sites),
         alone=not flops,
         beside=1 << max(0, math.ceil(math.log2(flops))) if flops else 0,
-        engine=row.engine,
+        engine=engine,
         row=row,
     )
 

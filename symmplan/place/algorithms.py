@@ -15,7 +15,7 @@ from torch import fx
 
 from symmplan.capture.bounds import bound as bound_of
 from symmplan.capture.bounds import contiguous
-from symmplan.capture.graphs import at_path, overload_of
+from symmplan.capture.graphs import at_path, overload_of, unequal_parts
 from symmplan.memory import BACKENDS
 from symmplan.memory.backends.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.memory.meeting.calls import TWO_LEVELS
@@ -49,7 +49,7 @@ class Lowering:
         one_sided: The target is one of `symmplan.memory.ops.one_sided`: it meets on entry and
             releases on exit. Otherwise it is a collective of the process group.
         started: Of a one-sided target: it is over when it is waited for, not when it returns.
-        equal: It has parts for each rank, and takes them only if all are of one size.
+        equal: It has parts for each rank, all of one size unless the ranks have agreed on others.
         kernel: The target is a kernel of ``torch.ops.symm_mem`` that adds up, see `_SUMS`, on the
             current stream: it meets through the signal pad on entry and on exit.
         why_not: Reason given for the declared tensors that are not needed.
@@ -282,7 +282,12 @@ class Lowerings:
 
 
 def has_unequal_parts(node: fx.Node) -> bool:
-    """Whether an all-to-all has parts of different sizes, or of sizes that are not known."""
+    """Whether an all-to-all has parts of different sizes, or of sizes that are not known.
+
+    Not if its ranks have agreed on them.
+    """
+    if unequal_parts(node) is not None:
+        return False
     overload = overload_of(node.target)
     assert overload is not None
     bound = bind_arguments(overload, node.args, node.kwargs)

@@ -212,7 +212,7 @@ COLLECTIVES: tuple[CatalogueRow, ...] = (
         _A2A,
         "input out",
         synchronizes=False,
-        note=f"c10d::alltoall_base_ of equal parts; {_PAIRWISE}",
+        note=f"c10d::alltoall_base_; {_PAIRWISE}",
     ),
     CatalogueRow(
         "_dtensor::shard_dim_alltoall",

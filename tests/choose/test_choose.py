@@ -206,8 +206,10 @@ def test_copy_engines_run_what_they_can(pair, how, program):
     assert first["rendezvous"] == 1
     collectives = {"functional": 3, "dist": 2, "exchanges": 2}[program]
     recorded = how == "session"  # the first iteration is torch's own
-    assert first["on engines"] == collectives * (5 - recorded)
-    assert any("of one size" in reason for reason in first["reasons"]) == (program == "exchanges")
+    unequal = program == "exchanges"
+    iterations = 2 if recorded and unequal else int(recorded)
+    assert first["on engines"] == collectives * (5 - iterations)
+    assert any("of one size" in why for why in first["reasons"]) == (unequal and not recorded)
 
 
 @pytest.mark.ranks
@@ -226,8 +228,13 @@ def test_every_algorithm_is_measured_and_what_was_chosen_runs(pair, how, program
     first, second = pair.run(_measured, how, algorithm, program)
     assert first == second
     on_engines = ["copy engine", "ordinary", "symmetric"]
+    unequal = 0
     for op, algorithms in first["choices"]:
+        if "to_all" in op and algorithms == on_engines[1:]:
+            unequal += 1
+            continue
         assert algorithms == (on_engines if "gather" in op or "to_all" in op else on_engines[1:])
+    assert unequal == (how == "session" and program == "exchanges")
     assert (first["placed"] == 0) == (algorithm == "ordinary")
     assert (first["on engines"] > 0) == (algorithm == "copy engine")
 

@@ -28,7 +28,7 @@ import symmplan
 from symmplan.process import PROCESS
 
 #: How an optimizer has whole gradients.
-STYLES = ("all-to-all", "asynchronous", "gathered", "full tensor", "in place")
+STYLES = ("all-to-all", "asynchronous", "unequal", "gathered", "full tensor", "in place")
 #: What a program does beside training, in one iteration.
 ACTS = (
     "train",
@@ -99,6 +99,8 @@ class Gathering:
             whole = out(size * grad.shape[0], grad.shape[1], device=grad.device)
             dist.all_gather_into_tensor(whole, grad.contiguous(), group=self.group)
             return whole
+        if self.style == "unequal":
+            return self._unequal(p, grad, size)
         mine = grad.repeat(size, 1)
         whole = out(*mine.shape, device=grad.device)
         if self.style == "asynchronous":
@@ -108,6 +110,18 @@ class Gathering:
         else:
             dist.all_to_all_single(whole, mine, group=self.group)
         return whole
+
+    def _unequal(self, p, grad, size):
+        """Rank r gets r + 1 times as many rows as the first, of some parameters the last none."""
+        some = grad[: -(-grad.shape[0] // 2)]
+        parts = [len(some) * (rank + 1) for rank in range(size)]
+        if p.shape[0] % 3 == 0:
+            parts[-1] = 0
+        rank = self.group.rank()
+        mine = torch.cat([some] * (sum(parts) // len(some)))
+        whole = torch.empty(size * parts[rank], *grad.shape[1:], device=grad.device)
+        dist.all_to_all_single(whole, mine, [parts[rank]] * size, parts, group=self.group)
+        return whole if len(whole) else grad * 2
 
 
 def trained(rank, world, style, acts, *, planned, holds=False, **options):

@@ -21,7 +21,7 @@ two = pool_of(2, timeout=60.0)
 RENDEZVOUS = 38 << 20
 
 
-def _program(*, session, steps=3):
+def _program(*, session, steps=3, style="in place"):
     """FSDP2, and an optimizer that gathers, maybe in a session."""
     torch.manual_seed(0)
     model = Net(blocks=3, dim=64)
@@ -29,7 +29,7 @@ def _program(*, session, steps=3):
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     handle = symmplan.fsdp.apply(fully_shard(model, mesh=mesh), choose="placed")
-    optimizer = Gathering(model.parameters(), "in place", dist.group.WORLD)
+    optimizer = Gathering(model.parameters(), style, dist.group.WORLD)
     with symmplan.eager(choose="placed") if session else contextlib.nullcontext() as entered:
         for _ in range(steps):
             model(torch.ones(4, 64)).sum().backward()
@@ -41,10 +41,19 @@ def _program(*, session, steps=3):
 
 
 @pytest.mark.further
-@pytest.mark.parametrize(("ranks", "memory"), [(8, "shm"), (8, "cuda"), (512, "nccl")])
-def test_a_session_takes_nothing_beside_fsdp2(ranks, memory):
+@pytest.mark.parametrize(
+    ("ranks", "memory", "style"),
+    [
+        (8, "shm", "in place"),
+        (8, "cuda", "in place"),
+        (512, "nccl", "in place"),
+        (8, "shm", "unequal"),
+        (8, "nccl", "unequal"),
+    ],
+)
+def test_a_session_takes_nothing_beside_fsdp2(ranks, memory, style):
     def told(session, steps):
-        program = lambda: _program(session=session, steps=steps)  # noqa: E731
+        program = lambda: _program(session=session, steps=steps, style=style)  # noqa: E731
         return symmplan.simulate(program, ranks=ranks, memory=memory)
 
     alone = told(session=False, steps=1)

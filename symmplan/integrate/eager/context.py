@@ -33,7 +33,8 @@ def eager(
     """A session in which declared ops run in planned symmetric memory.
 
     The first iteration is recorded. `Session.step` ends it: the ranks agree on a plan and
-    rendezvous once. Later iterations make the same calls and follow the plan.
+    rendezvous once. Later iterations make the same calls and follow the plan. If the first one has
+    all-to-alls of unequal parts, the second one is recorded, too.
 
     Args:
         group: Torch's process group of all ranks that run the program; the default one if None.

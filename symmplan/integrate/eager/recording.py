@@ -6,14 +6,18 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import asdict
 
 from symmplan.capture.c10d import is_all_to_all
 from symmplan.capture.eager import Recorder
-from symmplan.capture.eager_problem import capture_recorded
+from symmplan.capture.eager_problem import capture_recorded, name_between_calls
+from symmplan.capture.graphs import AGREED
 from symmplan.capture.producers import is_allocation, out_overload
 from symmplan.capture.signatures import signature
+from symmplan.capture.streams import MARK
 from symmplan.coordination.own import in_own_work, own_work
 from symmplan.integrate.eager.build import Builder
+from symmplan.integrate.eager.exchanged import DIFFER, UNEVEN, agreed, sizes_of
 from symmplan.integrate.eager.faults import public
 from symmplan.integrate.eager.frozen import Frozen
 from symmplan.integrate.eager.scratch import ScratchMemory
@@ -22,8 +26,10 @@ from symmplan.integrate.eager.turns import may_rest
 from symmplan.place.algorithms import Lowerings
 from symmplan.place.engines import register_known
 from symmplan.place.program import place
+from symmplan.planner import plan as plan_problem
+from symmplan.planner.fingerprint import fingerprint
 from symmplan.process import PROCESS
-from symmplan.registry import bind_arguments, spec_for
+from symmplan.registry import spec_for
 from symmplan.report.log import LOG
 from symmplan.runtime.fitting import Fitting
 from symmplan.runtime.prepare import Preparation
@@ -32,14 +38,15 @@ from symmplan.runtime.stats import Copy
 from symmplan.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from torch import fx
 
-    from symmplan.capture.eager import Recorded
+    from symmplan.capture.graphs import UnequalParts
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Captured
+    from symmplan.integrate.eager.exchanged import Sizes
     from symmplan.integrate.eager.turns import Turns
     from symmplan.memory import Arena
     from symmplan.model import OpSpec, Plan
@@ -48,7 +55,6 @@ if TYPE_CHECKING:
 _LONG = 10_000
 #: Arguments of all-to-alls that differ from rank to rank.
 _SPLITS = ("output_split_sizes", "input_split_sizes")
-_UNEVEN = "its parts are not all of one size on all ranks, or the program gives their sizes"
 
 
 class IterationRecording:
@@ -59,6 +65,10 @@ class IterationRecording:
         turns: Where the session lies.
         is_program: Whether the thread that asks is one of the program.
         telling: A context that notes what is raised in the program's calls.
+        before: The `sizes` of the iteration before this one, if that was recorded, too.
+
+    Attributes:
+        sizes: Of each all-to-all, once the iteration has ended.
     """
 
     def __init__(
@@ -67,8 +77,13 @@ class IterationRecording:
         turns: Turns,
         is_program: Callable[[], bool],
         telling: Callable[[], AbstractContextManager[None]],
+        before: Sequence[Sizes] | None = None,
     ) -> None:
         self._settings = settings
+        self._before = before
+        self.sizes: list[Sizes] = []
+        self._refused: dict[fx.Node, str] = {}
+        self._unequal: dict[fx.Node, UnequalParts] = {}
         self._turns = turns
         #: How many collectives FSDP2 had run before the first call.
         self._others: int | None = None
@@ -155,20 +170,40 @@ class IterationRecording:
         """See `Recorder.leave`."""
         self._recorder.leave()
 
-    def freeze(self) -> Frozen:
-        """Plan what was recorded, and get its memory.
+    def end(self, *, once: bool) -> bool:
+        """End the iteration; whether another one must be recorded before there can be a plan.
+
+        See [Note: two iterations] in `symmplan.integrate.eager.exchanged`.
+
+        Args:
+            once: Whether all iterations are taken to be like this one.
 
         Raises:
             AgreementError: Ranks recorded different programs; raised on every rank.
 
         Collective: yes.
         """
-        settings, preparation = self._settings, self._preparation
         self.stop()
+        self._agreed()
+        first = self._before is None and not once
+        self._agree_on_refused(first=first)
+        if not first or UNEVEN not in self._refused.values():
+            return False
+        self.leave()
+        return True
+
+    def freeze(self) -> Frozen:
+        """Plan what was recorded, and get its memory.
+
+        Raises:
+            AgreementError: As `end`, which comes before.
+
+        Collective: yes.
+        """
+        settings, preparation = self._settings, self._preparation
         lowerings = self._agreed()
-        refused = self._agree_on_refused()
         frozen = preparation.attempt(
-            functools.partial(self._prepared, lowerings, refused),
+            functools.partial(self._prepared, lowerings),
             settings.process_groups,
             lambda made: made.arena.give_back(),
         )
@@ -177,11 +212,14 @@ class IterationRecording:
         self._turns.frozen = frozen
         return frozen
 
-    def _agree_on_refused(self) -> dict[fx.Node, str]:
-        """The calls that are left out because of what some rank does, and why.
+    def _agree_on_refused(self, *, first: bool) -> None:
+        """Find the calls that are left out because of what some rank does, and why.
 
         Tensors that a rank uses elsewhere stay in ordinary memory on all ranks. Those that are made
         for a call to fill move to their placements if that is so on all.
+
+        Args:
+            first: Whether sizes may be others in the next iteration.
 
         Collective: yes.
         """
@@ -190,24 +228,41 @@ class IterationRecording:
         routed = [call for call in calls if is_all_to_all(call.op)]
         elsewhere = [i for i, storage in enumerate(storages) if storage.elsewhere]
         fills = [call.node in self._recorder.filled for call in calls]
-        mine = [elsewhere, [_parts(c) for c in routed], fills]
+        self.sizes = sizes_of(routed, self._recorder, self._before)
+        mine = [elsewhere, fills, [asdict(sizes) for sizes in self.sizes]]
         notes = meet(self._settings, "session.step()", more=mine)
         for used, *_ in notes:
             for i in used:
                 storages[i].elsewhere = True
-        for call, *fill in zip(calls, *(of for *_, of in notes), strict=True):
+        for call, *fill in zip(calls, *(of for _, of, _ in notes), strict=True):
             if all(fill):
                 self._recorder.writes[self._recorder.filled[call.node]] = "alloc"
-        of_ranks = zip(*(parts for _, parts, _ in notes), strict=True)
-        parts_of_ranks = zip(routed, of_ranks, strict=True)
-        return {c.node: _UNEVEN for c, of in parts_of_ranks if None in of or len({*of}) > 1}
+        told = [sizes for *_, sizes in notes]
+        self._refused, self._unequal = agreed(routed, told, first=first)
 
-    def _prepared(self, lowerings: Lowerings, refused: Mapping[fx.Node, str]) -> Frozen:
+    def _agree_on_unequal(self, fitting: Fitting, refused: dict[fx.Node, str]) -> None:
+        """Place the all-to-alls of unequal parts, if the ranks then have one plan.
+
+        Collective: yes.
+        """
+        name_between_calls(self._recorder)
+        for node, parts in self._unequal.items():
+            node.meta[AGREED] = parts
+        plan = plan_problem(fitting.whole.problem)
+        one_stream = all(o.op != MARK for o in plan.problem.operations)
+        mine = fingerprint(plan) if one_stream else ""
+        told = {*meet(self._settings, "session.step(), a plan", more=mine)}
+        if len(told) > 1 or "" in told:
+            for node in self._unequal:
+                del node.meta[AGREED]
+            refused |= dict.fromkeys(self._unequal, DIFFER)
+            del fitting.whole
+
+    def _prepared(self, lowerings: Lowerings) -> Frozen:
         """Choose algorithms, plan, and get memory; place nothing if that is refused.
 
         Args:
             lowerings: How ops run.
-            refused: ``{call: why it is left out}``.
 
         Collective: yes.
         """
@@ -219,7 +274,10 @@ class IterationRecording:
             producer=lowerings.producer,
             default_group=settings.group.name,
         )
+        refused = dict(self._refused)
         fitting = Fitting(capture, lowerings, device, preparation, refused)
+        if self._unequal:
+            self._agree_on_unequal(fitting, refused)
         fitting.choose()
         room = None
         if preparation.refusal is None:
@@ -302,16 +360,6 @@ _COMPILED = (
 def _nobody(_: Arena) -> int:
     """No copy engines meet the segments."""
     return 0
-
-
-def _parts(call: Recorded) -> str | None:
-    """Of an all-to-all what is equal on all ranks if all its parts are; None if they are not."""
-    if call.form is None:
-        return None
-    given = bind_arguments(call.form.op, call.form.args, call.form.kwargs)
-    if len({*given["output_split_sizes"], *given["input_split_sizes"]}) > 1:
-        return None
-    return repr(public((call.args, call.kwargs)))
 
 
 def _copies(captured: Captured, recorder: Recorder) -> tuple[Copy, ...]:

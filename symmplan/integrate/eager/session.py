@@ -36,11 +36,12 @@ from symmplan.torch_private import c10d
 from symmplan.torch_private.compilers import outside_graphs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from typing_extensions import Self
 
     from symmplan.choose.choice import Choice
+    from symmplan.integrate.eager.exchanged import Sizes
     from symmplan.integrate.eager.frozen import Frozen
     from symmplan.integrate.eager.schedule import Event
     from symmplan.model import Plan
@@ -107,9 +108,8 @@ class Session(OfOneProcess):
         """See `Stats`."""
         frozen = self._frozen
         counts = dict[str, Any](self._counts + counted(self._made)) | beyond_segments()
-        if frozen is None:
-            return Stats(**counts)
-        return frozen.stats(counts, self._counts["iterations"] - 1, self._checked.missed)
+        followed, missed = self._counts["iterations"] - 1, self._checked.missed
+        return Stats(**counts) if frozen is None else frozen.stats(counts, followed, missed)
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -146,7 +146,8 @@ class Session(OfOneProcess):
         try:
             self._keys = enter_session(self._settings.group)
             self._is_program = threads_of_program()
-            self._record(self._keys)
+            self._faults = Faults(self._keys, self._stop_serving)
+            self._record()
         except BaseException as error:
             if self._keys is not None:
                 self._keys.fail(error)
@@ -154,17 +155,17 @@ class Session(OfOneProcess):
             raise
         return self
 
-    def _record(self, keys: SessionKeys) -> None:
-        self._faults = Faults(keys, self._stop_serving)
+    def _record(self, before: Sequence[Sizes] | None = None) -> None:
         self._state = "recording"
         given = self._settings, self._turns, self._is_program, self._faults.telling
-        self._recorded = self._recording = IterationRecording(*given)
+        self._recorded = self._recording = IterationRecording(*given, before)
 
     @outside_graphs
     def step(self) -> None:
         """End an iteration. The first one is planned here, and its memory rendezvoused.
 
-        On a device, the streams on which declared calls ran wait for each other.
+        If it has all-to-alls of unequal parts, the second one is. On a device, the streams on which
+        declared calls ran wait for each other.
 
         Raises:
             AgreementError: Ranks recorded different programs; raised on every rank.
@@ -200,10 +201,12 @@ class Session(OfOneProcess):
 
     def _freeze(self, recording: IterationRecording) -> None:
         self._recording = None
+        if recording.end(once=not self._executor.serves):
+            self._record(recording.sizes)
+            return
         frozen = recording.freeze()
-        self._counts["rendezvous"] += frozen.rendezvous
         recorded = sum(e.call.kind == "op" for e in frozen.events)
-        self._counts["recorded"] += recorded
+        self._counts += Counter(rendezvous=frozen.rendezvous, recorded=recorded)
         if not recorded:
             LOG.warning("nothing is in symmetric memory: %s", self._settings.own_groups.why_none)
         self._frozen, self._state = frozen, "frozen"
@@ -310,7 +313,8 @@ class Session(OfOneProcess):
         self._frozen = None
         meet(self._settings, "session.replan()")
         keys.renew()
-        self._record(keys)
+        self._faults = Faults(keys, self._stop_serving)
+        self._record()
 
     def _serve(
         self, op: Any, keys: Any, args: Any, kwargs: Any, said: Any, kind: str = "op"
@@ -376,8 +380,7 @@ class Session(OfOneProcess):
                 self._usable()
                 if self._state == "recording" and not self._counts["iterations"]:
                     LOG.warning(
-                        "nothing was planned: the eager session was left and session.step() never "
-                        "came; call it at the end of each iteration"
+                        "nothing was planned: session.step() never came: no iteration ended"
                     )
                 meet(self._settings, "leave the session")
                 self._turns.end_iteration()

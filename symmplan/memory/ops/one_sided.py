@@ -367,23 +367,21 @@ def all_to_all_single_into(
     out: torch.Tensor,
     others: bool = False,
 ) -> Run:
-    """Equal parts of ``input`` to every rank; those of every rank into ``out``, in their order.
+    """Parts of ``input`` to every rank; those of every rank into ``out``, in their order.
 
-    Both are contiguous and of one size. Split sizes are empty, or all equal. With ``others`` ranks
-    may make the process group's own call with other sizes at the same time, where sizes are given.
+    Both are contiguous. Split sizes are rows, or empty for equal parts. With ``others`` ranks may
+    make the process group's own call with other sizes at the same time, where sizes are given.
     """
-    if len({*output_split_sizes, *input_split_sizes}) > 1 or input.numel() != out.numel():
-        raise RunError(
-            "an all-to-all into a given tensor has parts of different sizes",
-            expected="equal parts",
-            got=f"{list(input_split_sizes)} sent, {list(output_split_sizes)} received",
-            fix="use torch.ops._c10d_functional.all_to_all_single",
-            op="symmplan::all_to_all_single_into",
-        )
-    start = functools.partial(c10d.start_all_to_all, out, input, c10d.group_by_name(group_name))
-    if not others:
-        return start
-    return functools.partial(start, received=output_split_sizes, sent=input_split_sizes)
+    group = c10d.group_by_name(group_name)
+    equal = len({*output_split_sizes, *input_split_sizes}) < 2 and input.numel() == out.numel()
+    sizes: dict[str, Any] = {}
+    if others or not equal:
+        sizes = {"received": output_split_sizes, "sent": input_split_sizes}
+
+    def start(given: torch.Tensor = input) -> Any:
+        return c10d.start_all_to_all(out, given, group, **sizes)
+
+    return start
 
 
 def _rows(tensor: torch.Tensor) -> int:

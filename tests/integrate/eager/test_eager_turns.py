@@ -30,6 +30,8 @@ pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarni
 
 two = pool_of(2, timeout=120.0)
 
+FURTHER = pytest.mark.further
+
 
 def _compared(rank, world, style, acts, memory="shm"):
     gc.collect()
@@ -47,16 +49,19 @@ def test_a_session_takes_nothing_beside_fsdp2(two, style):
     for found in two.run(_compared, style, ["train"] * 5):
         assert found["differences"] == []
         assert found["rests"]
-        assert found["bytes"][0] >= found["alone"] > 0
+        assert found["alone"] > 0
+        if style != "unequal":  # which are planned one iteration later
+            assert found["bytes"][0] >= found["alone"]
         assert found["bytes"][1:] == [found["fsdp"]] * 4
         assert found["copies"] == 0
         assert found["replans"] == [0] * 5
-        assert found["rendezvous"] == [1] * 5
+        assert found["rendezvous"] == [int(style != "unequal")] * 5
 
 
 @pytest.mark.parametrize("memory", ["nccl", "cuda"])
-def test_on_devices_neither(two, memory):
-    for found in two.run(_compared, "asynchronous", ["train"] * 4, memory):
+@pytest.mark.parametrize("style", ["asynchronous", pytest.param("unequal", marks=FURTHER)])
+def test_on_devices_neither(two, style, memory):
+    for found in two.run(_compared, style, ["train"] * 4, memory):
         assert found["differences"] == []
         assert found["rests"]
         assert found["bytes"][1:] == [found["fsdp"]] * 3
