@@ -98,6 +98,11 @@ class Recorded:
     storages: tuple[Storage, ...] = ()  # of its arguments and results, if it is an op
 
 
+def _without_bytes(storage: torch.UntypedStorage) -> str:
+    """Stands for a storage that an op is given: the recording must not keep it alive."""
+    return f"storage of {storage.nbytes()} bytes"
+
+
 def _end(*written: torch.Tensor) -> Any:
     """What another stream waits for when it waits for what ran on this one; None on the CPU."""
     for tensor in written:
@@ -354,7 +359,8 @@ class Recorder(TorchDispatchMode):
         self.calls.append(Recorded(storage.origin, None, None, kind, *given))
 
     def _arguments(self, given: Any) -> Any:
-        return tree_map_only(torch.Tensor, self._of, given)
+        nodes = tree_map_only(torch.Tensor, self._of, given)
+        return tree_map_only(torch.UntypedStorage, _without_bytes, nodes)
 
     def _of(self, tensor: torch.Tensor) -> fx.Node:
         """The node that stands for a tensor."""

@@ -31,7 +31,7 @@ def _compared(rank, world, style, acts, memory):
 
 
 @pytest.mark.parametrize("memory", MEMORY)
-@pytest.mark.parametrize("style", ["asynchronous", "gathered", "in place"])
+@pytest.mark.parametrize("style", ["asynchronous", "unequal", "gathered", "in place"])
 def test_the_same_bits_in_fsdp2s_bytes(two, style, memory):
     acts = ["train", "train", "evaluate inside", "keep", "train", "keep inside", "sleep", "train"]
     for found in two.run(_compared, style, [*acts, "graph", "train inside", "train"], memory):

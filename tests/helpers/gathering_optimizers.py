@@ -41,6 +41,7 @@ ACTS = (
     "sleep",
     "session sleeps",
     "both sleep",
+    "replan",
     "remove",
     "frozen",
 )
@@ -207,6 +208,8 @@ def _rest(handle, session, act):
         session.sleep()
     if act in ("sleep", "both sleep"):
         handle.sleep()
+    if act == "replan":
+        session.replan()
     if act == "frozen" and not handle.planned:
         handle.freeze()
 

@@ -3,9 +3,10 @@
     PYTHONPATH=.:tests/helpers python tests/helpers/optimizer_bytes.py
 
 Muon over two ranks, as in ``examples/trainers/muon.py``: each rank orthogonalizes every second
-matrix, which all-to-alls deal out, or all ranks gather all of them. On two devices 24 matrices of
-width 4,096 in bfloat16, six steps; GiB in use by the driver, at most since the first step and after
-the last. Without devices small matrices, and only the counters say anything.
+matrix, which all-to-alls deal out, or the first rank two of three, or all ranks gather all of them.
+On two devices 24 matrices of width 4,096 in bfloat16, six steps; GiB in use by the driver, at most
+since the first step and after the last. Without devices small matrices, and only the counters say
+anything.
 """
 
 from __future__ import annotations
@@ -51,6 +52,24 @@ def _dealt(grads, momenta, world):
     return back
 
 
+def _dealt_unequally(grads, momenta, world):
+    """The same of more matrices than ranks: the first ranks have one more of them."""
+    import torch.distributed as dist
+
+    rank, ranks = dist.get_rank(), range(world)
+    counts = [len(range(r, len(grads), world)) for r in ranks]
+    order = [i for r in ranks for i in range(r, len(grads), world)]
+    shards = [grad.add(m, alpha=0.95) for grad, m in zip(grads, momenta, strict=True)]
+    own, size = counts[rank], shards[0].shape
+    mine = shards[0].new_empty(world * own, *size)
+    dist.all_to_all_single(mine, torch.stack([shards[i] for i in order]), [own] * world, counts)
+    made = [_orthogonal(mine[i::own].flatten(0, 1)).view(world, *size) for i in range(own)]
+    del mine
+    rows, back = torch.stack(made, 1).flatten(0, 1), shards[0].new_empty(len(grads), *size)
+    dist.all_to_all_single(back, rows, counts, [own] * world)
+    return [back[order.index(i)] for i in range(len(grads))]
+
+
 def _gathered(grads, momenta, world):
     """The same, where each rank gathers every matrix."""
     import torch.distributed as dist
@@ -67,14 +86,22 @@ def _gathered(grads, momenta, world):
 
 
 @torch.no_grad()
-def _update(some, momenta, act):
+def _update(some, momenta, act, world):
     grads = [p.grad.to_local() for p in some]
     kept = [momenta[p].mul_(0.95).add_(grad) for p, grad in zip(some, grads, strict=True)]
-    for p, change in zip(some, act(grads, kept, len(some)), strict=True):
+    for p, change in zip(some, act(grads, kept, world), strict=True):
         p.to_local().sub_(change, alpha=0.02)
 
 
-def _trained(rank, world, device, side, deal):
+#: ``{how: (what makes the updates of so many matrices for each rank, how many)}``.
+HOW = {
+    "all-to-all": (_dealt, 2),
+    "unequal all-to-all": (_dealt_unequally, 3),
+    "all-gather": (_gathered, 2),
+}
+
+
+def _trained(rank, world, device, side, how):
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
@@ -83,7 +110,7 @@ def _trained(rank, world, device, side, deal):
 
     look = device == "cuda"
     layers, width, rows = LARGE if look else SMALL
-    act = _dealt if deal else _gathered
+    act, some = HOW[how]
     torch.manual_seed(0)
     kind = {"bias": False, "device": device, "dtype": torch.bfloat16 if look else torch.float32}
     blocks = [nn.Sequential(nn.Linear(width, width, **kind), nn.GELU()) for _ in range(layers)]
@@ -104,8 +131,8 @@ def _trained(rank, world, device, side, deal):
                 torch.cuda.synchronize()
             dist.barrier()
             begin = time.perf_counter()
-            for first in range(0, layers, world):
-                _update(weights[first : first + world], momenta, act)
+            for first in range(0, layers, some):
+                _update(weights[first : first + some], momenta, act, world)
             if look:
                 torch.cuda.synchronize()
             taken.append((time.perf_counter() - begin) * 1e3)
@@ -134,14 +161,14 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     columns = "optimizer", "side", "ms", "at most", "behind", "segments of its own", "copies"
     lines = [columns]
-    for deal in (True, False):
+    for how in HOW:
         sums = set()
         for side in SIDES:
             init = "nccl" if device == "cuda" else "gloo"
             with RankPool(2, init=init, timeout=150) as pool:
-                (row, checked), _ = pool.run(_trained, device, side, deal)
+                (row, checked), _ = pool.run(_trained, device, side, how)
             sums.add(checked)
-            lines.append(("all-to-all" if deal else "all-gather", side, *row))
+            lines.append((how, side, *row))
         print("equal" if len(sums) == 1 else f"DIFFERENT {sums}")
     print("\n".join(table(lines)))
 

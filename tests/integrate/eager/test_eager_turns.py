@@ -67,6 +67,14 @@ def test_on_devices_neither(two, style, memory):
         assert found["bytes"][1:] == [found["fsdp"]] * 3
 
 
+@pytest.mark.parametrize("style", ["asynchronous", pytest.param("unequal", marks=FURTHER)])
+def test_a_recording_keeps_no_bytes_of_fsdp2(two, style):
+    """Of the iteration in which FSDP2 gets its segments, too."""
+    for found in two.run(_compared, style, ["replan", "train", "train", "sleep", "train"]):
+        assert found["differences"] == []
+        assert found["bytes"] == [0, *[found["fsdp"]] * 2, 0, found["fsdp"]]
+
+
 @pytest.mark.further
 @pytest.mark.parametrize("act", ACTS[1:])
 def test_after_each_act_the_bits_are_the_same(two, act):
