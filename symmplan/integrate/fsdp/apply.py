@@ -22,7 +22,7 @@ from symmplan.runtime.handles import OfOneProcess
 from symmplan.runtime.observe import Checked, check
 from symmplan.runtime.options import Options, known, whole
 from symmplan.runtime.stats import Stats
-from symmplan.torch_private import autograd, fsdp2, fsdp2_in_place
+from symmplan.torch_private import autograd, fsdp2, fsdp2_hooks, fsdp2_in_place
 from symmplan.torch_private.compilers import outside_graphs
 from symmplan.torch_private.table import require
 
@@ -46,10 +46,16 @@ class Handle(OfOneProcess):
     It is a context manager: leaving the block calls `remove`.
     """
 
-    def __init__(self, runtime: Runtime, plain: list[tuple[Any, Any, Any, Any]]) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        plain: list[tuple[Any, Any, Any, Any]],
+        unwrap: list[Callable[[], None]],
+    ) -> None:
         self._runtime = runtime
         # Of each parameter group: its module, itself, and what it used before.
         self._plain = plain
+        self._unwrap = unwrap
         self._count = len(plain)
         self._checked = Checked()
 
@@ -240,6 +246,8 @@ class Handle(OfOneProcess):
         for module, group, gather, scatter in self._plain:
             fsdp2.set_comms(module, group, gather, scatter)
         self._plain.clear()
+        while self._unwrap:
+            self._unwrap.pop()()
         self._runtime.release()
 
     def _must_be_applied(self, method: str) -> None:
@@ -314,6 +322,7 @@ def apply(
         says why, and ``handle.stats.reasons`` counts it.
     """
     import torch
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
     known("debug mode", debug, (True, False))  # nothing of FSDP2's is poisoned
@@ -343,7 +352,9 @@ def apply(
             PlannedReduceScatter(runtime, site, scatter, group),
         )
         fsdp2.set_comms(module, group, *planned)
-    return Handle(runtime, [(module, *of) for _, module, *of in found])
+    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    unwrap = [fsdp2_hooks.wrap_once(module) for module in modules]
+    return Handle(runtime, [(module, *of) for _, module, *of in found], unwrap)
 
 
 def _check_removable(runtime: Runtime) -> None:

@@ -64,6 +64,19 @@ FSDP_IN_PLACE = _fsdp(
     undone="by handle.remove()",
 )
 
+FSDP_HOOKS = _fsdp(
+    "FSDP2's hooks",
+    "speed",
+    "hooks are kept from Dynamo once, not anew in each call",
+    targets=names(
+        _STATE, "_post_forward _pre_backward _pre_forward _root_post_backward_final_callback"
+    )
+    + names(_MODULE, "_get_fsdp_state")
+    + names(_GROUP, "post_backward pre_backward")
+    + names("torch.nn", "Module._forward_hooks Module._forward_pre_hooks"),
+    undone="by handle.remove()",
+)
+
 FSDP_RELEASE = _fsdp(
     "FSDP2's gather of the module before",
     "correctness",
