@@ -47,6 +47,19 @@ ACTS = (
 )
 
 
+def program(style, acts):
+    """Acts, where each iteration that a session records is one in which FSDP2 does not run.
+
+    A session that records others lies in memory of its own, where a tensor that is kept is an
+    error.
+    """
+    recorded = ["train"] * (2 if style == "unequal" else 1)
+    found = [*recorded]
+    for act in acts:
+        found += [act, *recorded] if act == "replan" else [act]
+    return [*found, "train"]
+
+
 class Gathering:
     """Updates by a function of whole gradients, so that a wrong byte anywhere shows."""
 

@@ -15,7 +15,7 @@ from fsdp_machine import compared as of_programs
 from fsdp_machine import verdict
 from fsdp_models import Net, batch, shard
 from fsdp_programs import drawn
-from gathering_optimizers import ACTS, STYLES, Gathering, compared, in_session
+from gathering_optimizers import ACTS, STYLES, Gathering, compared, in_session, program
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import RankPool, pool_of
@@ -78,8 +78,8 @@ def test_a_recording_keeps_no_bytes_of_fsdp2(two, style):
 @pytest.mark.further
 @pytest.mark.parametrize("act", ACTS[1:])
 def test_after_each_act_the_bits_are_the_same(two, act):
-    acts = ["train", "train", act, "train", act, act, "train"]
-    for found in two.run(_compared, STYLES[ACTS.index(act) % len(STYLES)], acts):
+    style = STYLES[ACTS.index(act) % len(STYLES)]
+    for found in two.run(_compared, style, program(style, ["train", act, "train", act, act])):
         assert found["differences"] == []
         assert found["rests"]
 
@@ -92,7 +92,7 @@ def test_after_each_act_the_bits_are_the_same(two, act):
     memory=st.sampled_from(["shm", "shm", "nccl", "cuda"]),
 )
 def test_whatever_is_done_between_has_the_same_bits(two, style, acts, memory):
-    for found in two.run(_compared, style, ["train", *acts, "train"], memory):
+    for found in two.run(_compared, style, program(style, acts), memory):
         assert found["differences"] == []
 
 

@@ -40,7 +40,7 @@ class Block(torch.nn.Module):
         return x
 
 
-def _counted(step):
+def _counted(step, model):
     """Calls of the package, and all Python and C calls: of many steps the one that waited least.
 
     Where CPU ranks meet, a rank calls as often as it must wait, which devices do not.
@@ -63,6 +63,7 @@ def _counted(step):
             step()
         finally:
             sys.setprofile(None)
+        model.zero_grad()
         least = min(least or calls, calls, key=lambda c: c["all"])
     return least
 
@@ -79,11 +80,11 @@ def _calls(rank, world, choose):
 
         def step(model=model):
             model(torch.ones(4, 16)).sum().backward()
-            model.zero_grad()
 
         for _ in range(3):
             step()
-        found[side] = dict(_counted(step))
+            model.zero_grad()
+        found[side] = dict(_counted(step, model))
         if handle is not None:
             found["served"] = handle.stats.served, handle.stats.plain
             handle.remove()
