@@ -14,8 +14,9 @@
     What an all-to-all of unequal parts brings has another size on each rank, and each rank may do
     other things with it: who gets no rows does nothing. The ranks must plan the same, though. So
     such a buffer is as large as any rank needs it, and in place of what the program does with it
-    between declared calls it has one access, when the last rank has dropped it. What the program
-    does there with other buffers is numbered, and nodes are named anew behind each declared call.
+    between declared calls it has an access when the first rank has asked for its memory, and one
+    when the last rank has dropped it. What the program does there with other buffers is numbered,
+    and nodes are named anew behind each declared call.
 """
 
 from __future__ import annotations
@@ -192,11 +193,11 @@ def _alike(
 ) -> tuple[list[tuple[Operation, _Moment]], list[Access]]:
     """What all ranks have in common. See [Note: unequal parts]; adds to ``steps``."""
     parts = {s.buffer: unequal_parts(s.node) for s in captured.sites if s.buffer is not None}
-    until = {buffer: of.until for buffer, of in parts.items() if of is not None}
-    if not until:
+    unequal = {buffer: of for buffer, of in parts.items() if of is not None}
+    if not unequal:
         return operations, accesses
     own = {n for o, _ in operations if steps[n := o.name].kind in ("use", "release") and not o.ends}
-    accesses = [a for a in accesses if not (a.buffer in until and a.operation in own)]
+    accesses = [a for a in accesses if not (a.buffer in unequal and a.operation in own)]
     left = {a.operation for a in accesses}
     operations = [o for o in operations if o[0].name in left or o[0].name not in own]
     names = [o.name for o, _ in operations if o.name in own]
@@ -205,15 +206,21 @@ def _alike(
     operations = [(evolve(o, name=new.get(o.name, o.name)), at) for o, at in operations]
     accesses = [evolve(a, operation=new.get(a.operation, a.operation)) for a in accesses]
     calls = [call.node for call in recorder.calls if call.kind == "op"]
-    for buffer, number in until.items():
-        later = set(calls[number:])
-        each = enumerate(operations)
-        place = next((i for i, (o, _) in each if steps[o.name].node in later), len(operations))
-        held = Operation(f"{buffer}:held")
-        moment = operations[min(place, len(operations) - 1)][1]
-        operations.insert(place, (held, moment))
-        accesses.append(Access(held.name, buffer))
-        steps[held.name] = Step("release", buffer=buffer)
+
+    def insert(what: str, buffer: str, place: int) -> None:
+        added = Operation(f"{buffer}:{what}")
+        operations.insert(place, (added, operations[min(place, len(operations) - 1)][1]))
+        accesses.append(Access(added.name, buffer, write=what == "made"))
+        steps[added.name] = Step("release", buffer=buffer)
+
+    for buffer, of in unequal.items():
+        before, later = set(calls[: of.since]), set(calls[of.until :])
+        nodes = [steps[o.name].node for o, _ in operations]
+        insert("held", buffer, next((i for i, n in enumerate(nodes) if n in later), len(nodes)))
+        if of.since is not None:  # behind what the calls before do
+            insert(
+                "made", buffer, max((i + 1 for i, n in enumerate(nodes) if n in before), default=0)
+            )
     return operations, accesses
 
 

@@ -108,11 +108,14 @@ class UnequalParts:
 
     Attributes:
         nbytes: Bytes of the largest result.
+        since: Which declared call is the first that some rank makes when it has asked for memory
+            for the result; None if the call itself makes that.
         until: Which of the iteration's declared calls is the first that none of the ranks makes
             before it has dropped its result.
     """
 
     nbytes: int
+    since: int | None
     until: int
 
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,8 @@ class Sizes:
         said: The call, as it is on all ranks if all its parts are of one size; empty otherwise.
         splits: Rows from each rank and to each.
         nbytes: Bytes of its result.
+        since: How many declared calls came before the program asked for memory for the result; None
+            if the call itself makes that.
         until: How many declared calls came before the program had dropped the result; None if that
             is not a whole tensor that the iteration made and dropped.
         repeated: Whether the last iteration had the same parts; None if there was none.
@@ -55,6 +58,7 @@ class Sizes:
     said: str
     splits: list[int]
     nbytes: int
+    since: int | None
     until: int | None
     repeated: bool | None = None
 
@@ -87,11 +91,13 @@ def _sizes(call: Recorded, recorder: Recorder) -> Sizes:
     splits = [*bound["output_split_sizes"], *bound["input_split_sizes"]]
     said = repr(public((call.args, call.kwargs))) if len({*splits}) < 2 else ""
     whole, at = made.meta["val"], recorder.timeline.at
-    storage, until = recorder.made.get((made, ())), None
+    storage, since, until = recorder.made.get((made, ())), None, None
     if storage is not None and storage.dropped and not whole.storage_offset():
-        names = (c.node.name for c in recorder.calls if c.kind == "op")
-        until = sum(at[name] < storage.dropped for name in names)
-    return Sizes(said, splits, whole.untyped_storage().nbytes(), until)
+        moments = [at[c.node.name] for c in recorder.calls if c.kind == "op"]
+        until = bisect_left(moments, storage.dropped)
+        if storage.origin not in (call.node, recorder.filled.get(call.node)):
+            since = bisect_left(moments, at[storage.origin.name])
+    return Sizes(said, splits, whole.untyped_storage().nbytes(), since, until)
 
 
 def agreed(
@@ -119,5 +125,6 @@ def agreed(
             refused[call.node] = UNEVEN
         else:
             most = max(sizes.nbytes for sizes in of_ranks)
-            unequal[call.node] = UnequalParts(most, max(ends))
+            asked = [sizes.since for sizes in of_ranks if sizes.since is not None]
+            unequal[call.node] = UnequalParts(most, min(asked, default=None), max(ends))
     return refused, unequal

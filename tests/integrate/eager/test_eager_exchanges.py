@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 
 import pytest
 import torch
@@ -146,6 +147,21 @@ def _by_owner(rank, turn):
     return whole + 1
 
 
+def _asked_for_early(rank, turn):
+    """Memory for the second result is asked for before the first one is dropped."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    mine = _dealt(rank, turn, (3, 5))
+    counts, total = (1, 2), mine.sum()
+    other = symmplan.placed.empty(2 * counts[rank], 4)
+    del mine
+    rows = torch.ones(3, 4) * total
+    dist.all_to_all_single(other, rows, [counts[rank]] * 2, [*counts])
+    return other + total
+
+
 def _gathered_by_one(rank, turn):
     """Rank 0 gathers what it got, rank 1 another tensor."""
     import torch.distributed as dist
@@ -162,9 +178,11 @@ def _changes(rank, turn):
     return _dealt(rank, turn, (3, 5) if turn != 3 else (4, 4))
 
 
-STEADY = [_uneven, _uneven_later, _to_one, _functional_uneven, _by_owner, _gathered_by_one]
+STEADY = [_uneven, _uneven_later, _to_one, _functional_uneven, _by_owner]
+STEADY += [_asked_for_early, _gathered_by_one]
 #: How many calls they make, and how many of them get placements.
-CALLS = {_functional_uneven: (2, 2), _by_owner: (3, 3), _gathered_by_one: (2, 1)}
+CALLS = {_functional_uneven: (2, 2), _by_owner: (3, 3)}
+CALLS |= {_asked_for_early: (2, 2), _gathered_by_one: (2, 1)}
 OPTIONS = {**MEMORY, "measured": {"choose": "measure"}}
 
 
@@ -206,6 +224,29 @@ def test_unequal_parts_may_change_after_the_plan(two, options):
         assert (served, recorded) == (TURNS - 3, 1)
 
 
+def _exchange(how, x, received, sent):
+    """What a rank gets, in a tensor that it makes in some way."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    if how == "functional":
+        ops = torch.ops._c10d_functional
+        return ops.wait_tensor(ops.all_to_all_single(x, received, sent, "0"))
+    make = {"placed": symmplan.placed.empty, "zeros": torch.zeros}.get(how, torch.empty)
+    out = make(sum(received), 2)
+    if how == "placed":
+        x = symmplan.placed.out(torch.mul, x, 1.0)
+    work = dist.all_to_all_single(out, x, received, sent, async_op=how == "pending")
+    if work is not None:
+        x = x * 2
+        work.wait()
+    return out
+
+
+HOW = ["functional", "placed", "zeros", "pending", "empty"]
+
+
 def _exchanges(rank, turn, steps):
     """Exchanges of any sizes; what they bring is dropped some calls later.
 
@@ -214,20 +255,18 @@ def _exchanges(rank, turn, steps):
     import torch.distributed as dist
 
     held, found = [], []
-    for number, (sent, held_for, owner, functional) in enumerate(steps):
-        mine, theirs = sent[rank], [row[rank] for row in sent]
+    for number, (sent, held_for, owner, how, gathers) in enumerate(steps):
+        if (turn + number) % 2 == rank:
+            time.sleep(0.001)
+        mine, theirs = list(sent[rank]), [row[rank] for row in sent]
         x = torch.arange(float(2 * sum(mine))).view(-1, 2) + 100 * rank + 10 * number + turn
-        if functional:
-            ops = torch.ops._c10d_functional
-            out = ops.wait_tensor(ops.all_to_all_single(x, theirs, mine, "0"))
-        else:
-            out = torch.empty(sum(theirs), 2)
-            dist.all_to_all_single(out, x, theirs, mine)
+        out = _exchange(how, x, theirs, mine)
         held.append((number + held_for, out))
-        if rank == owner and len({*mine, *theirs, *sent[1 - rank]}) > 1:
+        if rank == owner and len({rows for row in sent for rows in row}) > 1:
             found.append((out @ torch.ones(2, 3)).sin().sum())
+            out.add_(1.0)
         found.append(torch.zeros(3) + out.sum())
-        if number % 2:
+        if gathers:
             whole = torch.empty(6)
             dist.all_gather_into_tensor(whole, found[-1])
             found.append(whole * 1)
@@ -243,18 +282,12 @@ def _random(rank, world_size, steps, options):
 
 _ROWS = st.integers(0, 4)
 _PARTS = st.tuples(st.tuples(_ROWS, _ROWS), st.tuples(_ROWS, _ROWS))
+_STEP = st.tuples(_PARTS, st.integers(0, 3), st.integers(0, 2), st.sampled_from(HOW), st.booleans())
 
 
 @pytest.mark.further
-@examples(30)
-@given(
-    steps=st.lists(
-        st.tuples(_PARTS, st.integers(0, 3), st.integers(0, 2), st.booleans()),
-        min_size=1,
-        max_size=6,
-    ),
-    options=st.sampled_from([*MEMORY.values()]),
-)
+@examples(40)
+@given(steps=st.lists(_STEP, min_size=1, max_size=6), options=st.sampled_from([*OPTIONS.values()]))
 def test_random_exchanges_bring_the_same_bits(two, steps, options):
     found = two.run(_random, steps, options)
     served, recorded, reasons = zip(*found, strict=True)
