@@ -109,7 +109,7 @@ class Step:
             it (a result that is made elsewhere), out of its placement, or back to the program's
             tensor. ``"use"`` is any other access of a buffer. ``"given"`` begins a backward,
             ``"saved"`` ends a forward. ``"release"`` is the moment at which the program drops a
-            tensor. ``"poison"`` overwrites a buffer after its live range.
+            tensor, or asks for its memory. ``"poison"`` overwrites a buffer after its live range.
         node: The node to which it belongs, if there is one; that of the declared op, for copies.
         site: The tensor that is copied.
         buffer: The buffer that is released or overwritten.

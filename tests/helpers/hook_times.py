@@ -19,7 +19,9 @@ from symmplan.report.format import table
 STEPS, MODULES, WEIGHTS = 400, 12, 7
 
 
-class _Block(torch.nn.Module):
+class Block(torch.nn.Module):
+    """Small weights, so that the host takes nearly all of a step."""
+
     def __init__(self):
         super().__init__()
         self.weights = torch.nn.ModuleList(
@@ -41,7 +43,7 @@ def _timed(rank, world):
 
     torch.set_num_threads(1)
     mesh = dist.init_device_mesh("cpu", (world,))
-    model = torch.nn.Sequential(*(_Block() for _ in range(MODULES)))
+    model = torch.nn.Sequential(*(Block() for _ in range(MODULES)))
     for module in (*model, model):
         fully_shard(module, mesh=mesh)
     handle = symmplan.fsdp.apply(model, choose="push")

@@ -303,6 +303,7 @@ class IterationRecording:
             chosen.choices,
             rests,
             preparation.reason,
+            1 if self._before is None else 2,
         )
 
     def _obtain(self, plan: Plan, *, engines: bool, rests: bool) -> tuple[Arena, int]:

@@ -108,8 +108,8 @@ class Session(OfOneProcess):
         """See `Stats`."""
         frozen = self._frozen
         counts = dict[str, Any](self._counts + counted(self._made)) | beyond_segments()
-        followed, missed = self._counts["iterations"] - 1, self._checked.missed
-        return Stats(**counts) if frozen is None else frozen.stats(counts, followed, missed)
+        given = counts, self._counts["iterations"], self._checked.missed
+        return Stats(**counts) if frozen is None else frozen.stats(*given)
 
     @property
     def choices(self) -> tuple[Choice, ...]:

@@ -75,6 +75,7 @@ def _all_to_all(rank, world_size, program, options):
             assert torch.equal(got, wanted), (turn, got, wanted)
             del got
             session.step()
+        assert sum(n for _, n in session.stats.reasons) == session.stats.plain
         reasons = {unplanned.reason for unplanned in session.plan.unplanned}
         return session.stats.served, session.stats.recorded, reasons
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from fsdp_models import mesh as mesh_of
+from hook_times import Block
 from ranks import pool_of
 
 import symmplan
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.ranks
 
 two = pool_of(2)
 
-MODULES, WEIGHTS = 6, 7
+MODULES = 6
 #: A gather in each direction, and a reduction.
 COLLECTIVES = 3 * MODULES
 #: Python calls of the package for each of them, and all calls by those of plain FSDP2. What a step
@@ -26,18 +27,6 @@ COLLECTIVES = 3 * MODULES
 OWN, ALL = 60, 0.7
 #: The same where a plan places nothing.
 IDLE_OWN, IDLE_ALL = 25, 1.05
-
-
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        linear = (torch.nn.Linear(16, 16, bias=False) for _ in range(WEIGHTS))
-        self.weights = torch.nn.ModuleList(linear)
-
-    def forward(self, x):
-        for weight in self.weights:
-            x = x + weight(x).tanh()
-        return x
 
 
 def _counted(step, model):
