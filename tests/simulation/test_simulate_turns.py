@@ -48,7 +48,7 @@ def _program(*, session, steps=3, style="in place"):
         (8, "cuda", "in place"),
         (512, "nccl", "in place"),
         (8, "shm", "unequal"),
-        (8, "nccl", "unequal"),
+        (8, "cuda", "unequal"),
     ],
 )
 def test_a_session_takes_nothing_beside_fsdp2(ranks, memory, style):

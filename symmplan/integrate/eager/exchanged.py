@@ -5,6 +5,13 @@
     optimizer's matrices are. So a second iteration is recorded: a call whose sizes were the same in
     both, on all ranks, gets a placement. What only the rank knows stays its own affair: its sizes,
     and what it does with its rows. See [Note: unequal parts] in `symmplan.capture.eager_problem`.
+
+[Note: both ends]
+    NCCL sends between buffers that are registered with it in another way than between others, and
+    each rank looks at its own buffer only: if one end is registered and the other is not, neither
+    comes to an end. So in NCCL's memory all-to-alls have placements for what is sent and received,
+    on all ranks, or none: parts are equal, and stay so.
+    Source: addP2pToPlan in src/enqueue.cc of NCCL 2.28.
 """
 
 from __future__ import annotations
@@ -37,6 +44,11 @@ DIFFER = (
 _NOT_WHOLE = (
     "its parts are not all of one size, and on some rank its result is not a whole tensor that the "
     "iteration makes and drops"
+)
+
+
+_BOTH_ENDS = (
+    "its parts are not all of one size, and NCCL would need what is sent in its memory, too"
 )
 
 
@@ -101,7 +113,11 @@ def _sizes(call: Recorded, recorder: Recorder) -> Sizes:
 
 
 def agreed(
-    calls: Sequence[Recorded], told: Sequence[Sequence[Mapping[str, Any]]], *, first: bool
+    calls: Sequence[Recorded],
+    told: Sequence[Sequence[Mapping[str, Any]]],
+    *,
+    first: bool,
+    registered: bool,
 ) -> tuple[dict[fx.Node, str], dict[fx.Node, UnequalParts]]:
     """Which all-to-alls are left out, and why; and what those of unequal parts have in common.
 
@@ -109,6 +125,7 @@ def agreed(
         calls: They.
         told: `sizes_of` of each rank, as plain data.
         first: Whether sizes may be others in the next iteration.
+        registered: Whether placements are registered with NCCL. See [Note: both ends].
     """
     refused: dict[fx.Node, str] = {}
     unequal: dict[fx.Node, UnequalParts] = {}
@@ -119,7 +136,9 @@ def agreed(
         same = all(sizes.repeated is not False for sizes in of_ranks)
         if even and same:
             continue
-        if not even and len(ends) < len(of_ranks):
+        if registered:
+            refused[call.node] = UNEVEN if even else _BOTH_ENDS
+        elif not even and len(ends) < len(of_ranks):
             refused[call.node] = _NOT_WHOLE
         elif even or first or not same:
             refused[call.node] = UNEVEN

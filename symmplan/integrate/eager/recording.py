@@ -23,6 +23,7 @@ from symmplan.integrate.eager.frozen import Frozen
 from symmplan.integrate.eager.scratch import ScratchMemory
 from symmplan.integrate.eager.settings import Settings, meet
 from symmplan.integrate.eager.turns import may_rest
+from symmplan.memory import BACKENDS
 from symmplan.place.algorithms import Lowerings
 from symmplan.place.engines import register_known
 from symmplan.place.program import place
@@ -238,7 +239,8 @@ class IterationRecording:
             if all(fill):
                 self._recorder.writes[self._recorder.filled[call.node]] = "alloc"
         told = [sizes for *_, sizes in notes]
-        self._refused, self._unequal = agreed(routed, told, first=first)
+        registered = BACKENDS[self._agreed().memory].engines
+        self._refused, self._unequal = agreed(routed, told, first=first, registered=registered)
 
     def _agree_on_unequal(self, fitting: Fitting, refused: dict[fx.Node, str]) -> None:
         """Place the all-to-alls of unequal parts, if the ranks then have one plan.

@@ -9,9 +9,9 @@
 [Note: other sizes]
     Whether an all-to-all sends as many rows as planned, only its rank knows. In shared memory ranks
     tell each other, when they meet in the call: if one has other sizes, all of them make the call
-    that the program made. Elsewhere no two ranks need to make it alike: the process group moves the
-    same rows, whether they lie in placements or not. Copy engines do so over a communicator of
-    their own, where the call of a rank with other sizes would not come; they keep to the plan.
+    that the program made. In memory that NCCL does not know, no two ranks need to make it alike:
+    the process group moves the same rows, whether they lie in placements or not. In NCCL's memory
+    all ranks keep to the plan; see [Note: both ends] in `symmplan.integrate.eager.exchanged`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from attrs import define, field
 from symmplan.capture.c10d import is_all_to_all
 from symmplan.capture.signatures import signature
 from symmplan.errors import RunError
+from symmplan.memory import BACKENDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -129,7 +130,8 @@ class Event:
         """Whether its sizes may be others in some call, on some rank."""
         if self.placed is None or self.call.op is None or not is_all_to_all(self.call.op):
             return False
-        return self.placed.row is not None and not self.placed.engine
+        expected = self.placed.expected
+        return expected is not None and not BACKENDS[expected.memory].engines
 
     @property
     def expected(self) -> Expected | None:

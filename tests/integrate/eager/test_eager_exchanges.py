@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 
 import pytest
 import torch
+from doubles import installed
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import pool_of
@@ -396,3 +398,29 @@ def test_an_all_to_all_with_other_sizes_than_planned_is_ordinary_on_all_ranks(
         assert served == TURNS * recorded - ordinary
         assert plain == ordinary
         assert sum(n for why, n in reasons if "other sizes than planned" in why) == ordinary
+
+
+def _in_nccls_memory(rank, world_size, program):
+    """How often it was served there, and what was raised."""
+    import symmplan
+    from symmplan.errors import RunError
+
+    said = ""
+    with installed():
+        session = symmplan.eager(timeout=20.0, memory="nccl", choose="placed")
+        with contextlib.suppress(RunError), session:
+            for turn in range(TURNS):
+                try:
+                    program(rank, turn)
+                except RunError as error:
+                    said = str(error)
+                    raise
+                session.step()
+    return session.stats.served, said
+
+
+@pytest.mark.parametrize("program", [_even, _uneven, _smaller])
+def test_in_nccls_memory_parts_are_equal_and_stay_so(two, program):
+    for served, said in two.run(_in_nccls_memory, program):
+        assert served == {_even: TURNS - 1, _uneven: 0, _smaller: 1}[program]
+        assert ("diverges from its plan" in said) == (program is _smaller)

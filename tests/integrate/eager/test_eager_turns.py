@@ -58,8 +58,14 @@ def test_a_session_takes_nothing_beside_fsdp2(two, style):
         assert found["rendezvous"] == [int(style != "unequal")] * 5
 
 
-@pytest.mark.parametrize("memory", ["nccl", "cuda"])
-@pytest.mark.parametrize("style", ["asynchronous", pytest.param("unequal", marks=FURTHER)])
+@pytest.mark.parametrize(
+    ("style", "memory"),
+    [
+        ("asynchronous", "nccl"),
+        ("asynchronous", "cuda"),
+        pytest.param("unequal", "cuda", marks=FURTHER),
+    ],
+)
 def test_on_devices_neither(two, style, memory):
     for found in two.run(_compared, style, ["train"] * 4, memory):
         assert found["differences"] == []
