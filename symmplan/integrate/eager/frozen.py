@@ -42,7 +42,7 @@ class Frozen:
         choices: The measured choices.
         may_rest: Whether it can lie in segments of others; see `symmplan.integrate.eager.turns`.
         refused: Why nothing is in symmetric memory; empty if it is.
-        recorded: How many iterations were recorded for it.
+        recordings: How many iterations were recorded for it.
         asleep: Whether the memory was given back until the next call.
         in_graph: Whether an iteration was captured in a CUDA graph, which has its addresses.
         events: The expected calls that ``builder`` made; none while asleep.
@@ -59,7 +59,7 @@ class Frozen:
     choices: tuple[Choice, ...]
     may_rest: bool
     refused: str = ""
-    recorded: int = 1
+    recordings: int = 1
     asleep: bool = field(init=False, default=False)
     in_graph: bool = field(init=False, default=False)
     events: list[Event] = field(init=False, factory=list)
@@ -121,7 +121,7 @@ class Frozen:
             unshared_bytes=plan.unshared_bytes,
             copied=self.copies,
             disengaged=disengaged,
-            reasons=self._reasons(iterations - self.recorded, counts.get("plain", 0)),
+            reasons=self._reasons(iterations - self.recordings, counts.get("plain", 0)),
             **counts,
         )
 

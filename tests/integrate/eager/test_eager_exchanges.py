@@ -65,18 +65,24 @@ def _functional_by_rank(rank, turn):
     return ops.wait_tensor(ops.all_to_all_single(x, [counts[rank]] * 2, [*counts], "0"))
 
 
-def _all_to_all(rank, world_size, program, options):
-    import symmplan
+def _iterate(rank, turns, program, session):
+    """Iterations in a session, whose results are compared with those without one."""
     from symmplan.coordination.own import own_work
 
+    for turn in range(turns):
+        got = program(rank, turn)
+        with own_work:
+            wanted = program(rank, turn)
+        assert torch.equal(got, wanted), (turn, got, wanted)
+        del got
+        session.step()
+
+
+def _all_to_all(rank, world_size, program, options):
+    import symmplan
+
     with symmplan.eager(timeout=20.0, memory="shm", **options) as session:
-        for turn in range(TURNS):
-            got = program(rank, turn)
-            with own_work:
-                wanted = program(rank, turn)
-            assert torch.equal(got, wanted), (turn, got, wanted)
-            del got
-            session.step()
+        _iterate(rank, TURNS, program, session)
         assert sum(n for _, n in session.stats.reasons) == session.stats.plain
         reasons = {unplanned.reason for unplanned in session.plan.unplanned}
         return session.stats.served, session.stats.recorded, reasons
@@ -371,16 +377,9 @@ LATER = [_sometimes, _turned, _once, _smaller, _smaller_later, _uneven_once]
 
 def _other_sizes(rank, world_size, program, options):
     import symmplan
-    from symmplan.coordination.own import own_work
 
     with symmplan.eager(timeout=20.0, memory="shm", **options) as session:
-        for turn in range(TURNS + 1):
-            got = program(rank, turn)
-            with own_work:
-                wanted = program(rank, turn)
-            assert torch.equal(got, wanted), (turn, got, wanted)
-            del got
-            session.step()
+        _iterate(rank, TURNS + 1, program, session)
         stats = session.stats
     return stats.recorded, stats.served, stats.plain, stats.reasons
 
