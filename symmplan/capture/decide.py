@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 #: Why a tensor stays in ordinary memory that loses nothing there.
 ANYWHERE_INPUT = "the ranks send parts of other sizes, which may lie anywhere"
+_NOT_ON_ALL = "not all ranks make it for the call alone, and in its placement if they are told to"
 _SHUNNED = "an op that runs in torch's own way uses it, too"
 
 
@@ -176,7 +177,8 @@ class Decider:
         reason = self.refused.get(site.node) or self.skip(*about)
         if reason is not None:
             return reason
-        if site.head == "input" and unequal_parts(site.node) is not None:
+        unequal = unequal_parts(site.node) is not None
+        if unequal and site.live_range is None:
             return ANYWHERE_INPUT
         if site.node in self.waits and not self.waits[site.node]:
             return "nobody in the graph waits for the op, so it may still run after the graph"
@@ -192,7 +194,7 @@ class Decider:
                 f"its size {tuple(fake.shape)} is symbolic without an upper bound; set one with "
                 "torch._dynamo.mark_dynamic(tensor, dim, max=...), or compile with dynamic=False"
             )
-        if bound(fake.numel()) == 0 and unequal_parts(site.node) is None:
+        if bound(fake.numel()) == 0 and not unequal:
             return "it has no elements"
         return None
 
@@ -201,9 +203,8 @@ class Decider:
         numel = fake.numel() * fake.element_size()
         nbytes = bound(fake.untyped_storage().nbytes() if whole else numel)
         assert nbytes is not None
-        parts = unequal_parts(site.node)
-        if parts is not None:
-            nbytes = max(nbytes, parts.nbytes)
+        if site.live_range is not None:
+            nbytes = max(nbytes, site.live_range.nbytes)
         buffer = Buffer(
             name=self.prefix + name,
             nbytes=nbytes,
@@ -302,7 +303,9 @@ class Decider:
     def _settle(self, site: Site, root: Value) -> str:
         """Let a storage live in a placement from its first byte; the buffer's name."""
         origin = node, path = self._origin(root)
-        buffer = self._buffer(site, _element(node.name, path), origin, whole=True)
+        same_on_all = f"{site.node.name}.{site.where}"
+        name = _element(node.name, path) if site.live_range is None else same_on_all
+        buffer = self._buffer(site, name, origin, whole=True)
         if node.op == "placeholder":
             index = node.graph.find_nodes(op="placeholder").index(node)
             made = index, buffer.name, self.groups[site.node], self.specs[site.node].op, site.where
@@ -325,13 +328,16 @@ class Decider:
         """One storage, several requirements: the strictest holds."""
         have, requirement = self.buffers[name], site.requirement
         align, pad = max(have.align, requirement.align), have.signal_pad or requirement.signal_pad
-        parts = unequal_parts(site.node)
-        nbytes = have.nbytes if parts is None else max(have.nbytes, parts.nbytes)
+        nbytes = have.nbytes
+        if site.live_range is not None:
+            nbytes = max(nbytes, site.live_range.nbytes)
         self.buffers[name] = evolve(have, align=align, signal_pad=pad, nbytes=nbytes)
 
     def _why_stage(self, site: Site, root: Value) -> str | None:
         """Why the argument cannot simply lie in its placement, or None if it can."""
         fake, placed = self.values.tensors[site.value], self.placed_storages.get(root)
+        if site.live_range is not None and site.live_range.until is None:
+            return _NOT_ON_ALL
         if not contiguous(fake):
             return "it is not contiguous"
         if root in self.copied:

@@ -31,6 +31,7 @@ from symmplan.capture.signatures import signature, stand_in
 from symmplan.capture.stacks import called_at, is_by_torch, stack
 from symmplan.capture.streams import MAIN, Timeline
 from symmplan.device import device_of
+from symmplan.registry.catalogue import is_sent
 from symmplan.torch_private import compilers, dispatch, threads, works
 from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves, tree_map_only
 
@@ -80,6 +81,7 @@ class Storage:
     #: Names of streams that may use it until then, by ``record_stream``.
     users: list[str] = field(factory=list)
     elsewhere: bool = False  # whether a collective over another group uses it
+    sent: bool = False  # whether a call that is not declared sends it, or receives it
 
 
 @define(eq=False)
@@ -173,10 +175,8 @@ class Recorder(TorchDispatchMode):
         self.made: dict[tuple[fx.Node, tuple[int, ...]], Storage] = {}
         self.writes: dict[fx.Node, Write] = {}
         self.filled: dict[fx.Node, fx.Node] = {}
-        self._names = 0
-        self._declared = 0  # how many declared calls there were
-        self._closed = False
-        self._entered = False
+        self._names = self._declared = 0  # how many inputs and declared calls there were
+        self._closed = self._entered = False
 
     def __enter__(self) -> Self:
         self.timeline.current()  # the stream on which it starts
@@ -247,7 +247,7 @@ class Recorder(TorchDispatchMode):
         result: Any,
     ) -> Any:
         if form is None:
-            node = self._opaque(args, kwargs)
+            node = self._opaque(args, kwargs, func)
             if spec is not None:
                 self._call(node, func, None, args, kwargs)
             return result
@@ -285,9 +285,9 @@ class Recorder(TorchDispatchMode):
         whole = len(storage.nodes) == 1 and (storage.origin, ()) in self.made
         same = view_of(tensor) in storage.nodes and tensor.nbytes == storage.meta.nbytes()
         own = not tensor.requires_grad and dispatch.has_own_bytes(tensor)
-        read = storage in self._storages_of(others)
-        asked = storage.origin in self.writes or any(c.node is storage.origin for c in self.calls)
-        return storage if whole and same and own and not (read or asked) else None
+        used = storage in self._storages_of(others) or storage.origin in self.writes
+        used = used or any(call.node is storage.origin for call in self.calls)
+        return storage if whole and same and own and not used else None
 
     def _made_now(self, storage: Storage, tensor: torch.Tensor) -> fx.Node:
         """A node that makes an unused tensor; it has one name on all ranks, as the call has."""
@@ -303,7 +303,7 @@ class Recorder(TorchDispatchMode):
         """Run a collective over another group, and note which tensors it uses."""
         result = func(*args, **kwargs)
         if func.namespace == "c10d":
-            self._opaque(args, kwargs)
+            self._opaque(args, kwargs, func)
         else:
             self._node(func, self._arguments((args, kwargs)), result, _ELSEWHERE)
         for storage in self._storages_of((args, kwargs, result)):
@@ -317,8 +317,10 @@ class Recorder(TorchDispatchMode):
         storage = self._storages.get(storage_key(args[0]))
         return _ELSEWHERE if storage is not None and storage.elsewhere else ""
 
-    def _opaque(self, args: Any, kwargs: Any) -> fx.Node:
+    def _opaque(self, args: Any, kwargs: Any, func: Any) -> fx.Node:
         given = tree_leaves(self._arguments((args, kwargs)))
+        for storage in self._storages_of((args, kwargs)):
+            storage.sent |= is_sent(func._schema.name)
         return self._node(opaque, (tuple(n for n in given if isinstance(n, fx.Node)), {}), None)
 
     def _storages_of(self, values: Any) -> tuple[Storage, ...]:
@@ -343,10 +345,9 @@ class Recorder(TorchDispatchMode):
         kwargs: Any,
         result: Any = None,
     ) -> None:
-        given = signature(reader_of(op)(args)), signature(kwargs)
-        line, stream = self.lines.get(node, ""), self.timeline.streams[node.name]
-        storages = self._storages_of((args, kwargs, result))
-        self.calls.append(Recorded(node, op, form, "op", *given, line, stream, storages))
+        given = signature(reader_of(op)(args)), signature(kwargs), self.lines.get(node, "")
+        stream, used = self.timeline.streams[node.name], self._storages_of((args, kwargs, result))
+        self.calls.append(Recorded(node, op, form, "op", *given, stream, used))
         self._declared += 1
 
     def memory(self, tensor: torch.Tensor, kind: str, write: Write, args: Any, kwargs: Any) -> None:

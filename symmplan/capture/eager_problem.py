@@ -13,10 +13,13 @@
 [Note: unequal parts]
     What an all-to-all of unequal parts brings has another size on each rank, and each rank may do
     other things with it: who gets no rows does nothing. The ranks must plan the same, though. So
-    such a buffer is as large as any rank needs it, and in place of what the program does with it
-    between declared calls it has an access when the first rank has asked for its memory, and one
-    when the last rank has dropped it. What the program does there with other buffers is numbered,
-    and nodes are named anew behind each declared call.
+    such a buffer is as large as any rank needs it. In place of what the program does with it
+    between declared calls, and waits for them, it has an access when the first rank has asked for
+    its memory, and one when the last rank has dropped it. If nothing else of the plan is used
+    between the same two, such moments are in the order that they have on each rank; where ranks
+    differ, a buffer is in use for longer. Otherwise requests come first and drops last. What the
+    program does there with other buffers is numbered, and nodes are named anew behind each declared
+    call.
 """
 
 from __future__ import annotations
@@ -29,19 +32,20 @@ from typing import TYPE_CHECKING, TypeAlias
 from attrs import evolve
 
 from symmplan.capture.fx import capture_fx
-from symmplan.capture.graphs import is_wait, unequal_parts
+from symmplan.capture.graphs import LiveRange, is_wait
 from symmplan.capture.sites import Captured, Step
 from symmplan.capture.streams import MAIN, unordered, with_streams
 from symmplan.model import Access, Operation, Unplanned
 from symmplan.registry import spec_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from typing import Any
 
     from torch import fx
 
     from symmplan.capture.eager import Recorder, Storage
+    from symmplan.capture.graphs import Value
     from symmplan.capture.producers import Write
 
     #: How a node writes, given what says it of nodes of the program's own.
@@ -59,6 +63,7 @@ def capture_recorded(
     *,
     producer: _Producer,
     refused: Mapping[fx.Node, str],
+    ordinary: Collection[Value] = (),
     **others: Any,
 ) -> Captured:
     """End a recording, if that was not done, and capture it.
@@ -67,22 +72,23 @@ def capture_recorded(
         recorder: The recording.
         producer: As for `capture_fx`; its second argument asks for what the program says of a node.
         refused: As for `capture_fx`.
+        ordinary: As for `capture_fx`.
         others: More arguments of `capture_fx`.
 
     Collective: no.
     """
     recorder.close()
     served = {call.node for call in recorder.calls}
-    apart = [n for n in recorder.graph.nodes if n not in served]
-    refused = {**dict.fromkeys(apart, OTHER_GROUP), **refused}
-    ordinary = [value for value, storage in recorder.made.items() if storage.elsewhere]
+    others_calls = [n for n in recorder.graph.nodes if n not in served]
+    refused = {**dict.fromkeys(others_calls, OTHER_GROUP), **refused}
+    apart = {value for value, storage in recorder.made.items() if storage.elsewhere}
     writes = dict(recorder.writes)
     while True:
         captured = capture_fx(
             recorder.graph,
             producer=functools.partial(_asked, producer, writes),
             refused=refused,
-            ordinary=ordinary,
+            ordinary=apart.union(ordinary),
             **others,
         )
         if not_filled := _not_filled(recorder, captured):
@@ -168,6 +174,12 @@ def _in_time(recorder: Recorder, captured: Captured) -> Captured:
     return evolve(captured, problem=problem, steps=steps)
 
 
+def on_all_ranks(recorder: Recorder) -> list[fx.Node]:
+    """The nodes that all ranks have in one order: declared calls, and waits for them."""
+    calls = {call.node for call in recorder.calls if call.kind == "op"}
+    return [n for n in recorder.graph.nodes if n in calls or (is_wait(n) and n.args[0] in calls)]
+
+
 def name_between_calls(recorder: Recorder) -> None:
     """Let nodes have equal names on all ranks. See [Note: unequal parts]."""
     timeline, declared = recorder.timeline, 0
@@ -192,8 +204,7 @@ def _alike(
     accesses: list[Access],
 ) -> tuple[list[tuple[Operation, _Moment]], list[Access]]:
     """What all ranks have in common. See [Note: unequal parts]; adds to ``steps``."""
-    parts = {s.buffer: unequal_parts(s.node) for s in captured.sites if s.buffer is not None}
-    unequal = {buffer: of for buffer, of in parts.items() if of is not None}
+    unequal = _live_ranges(captured)
     if not unequal:
         return operations, accesses
     own = {n for o, _ in operations if steps[n := o.name].kind in ("use", "release") and not o.ends}
@@ -205,23 +216,50 @@ def _alike(
     steps.update({new[name]: steps.pop(name) for name in names})
     operations = [(evolve(o, name=new.get(o.name, o.name)), at) for o, at in operations]
     accesses = [evolve(a, operation=new.get(a.operation, a.operation)) for a in accesses]
-    calls = [call.node for call in recorder.calls if call.kind == "op"]
-
-    def insert(what: str, buffer: str, place: int) -> None:
-        added = Operation(f"{buffer}:{what}")
-        operations.insert(place, (added, operations[min(place, len(operations) - 1)][1]))
-        accesses.append(Access(added.name, buffer, write=what == "made"))
-        steps[added.name] = Step("release", buffer=buffer)
-
+    number: dict[fx.Node | None, int] = {n: i for i, n in enumerate(on_all_ranks(recorder))}
+    numbers = [number.get(steps[o.name].node, -1) for o, _ in operations]
+    inserted: list[tuple[int, int, int, bool, str]] = []
     for buffer, of in unequal.items():
-        before, later = set(calls[: of.since]), set(calls[of.until :])
-        nodes = [steps[o.name].node for o, _ in operations]
-        insert("held", buffer, next((i for i, n in enumerate(nodes) if n in later), len(nodes)))
-        if of.since is not None:  # behind what the calls before do
-            insert(
-                "made", buffer, max((i + 1 for i, n in enumerate(nodes) if n in before), default=0)
-            )
+        assert of.until is not None
+        _, end = _between(numbers, of.until)
+        inserted.append((end, of.until, of.dropped, False, buffer))
+        if of.since is not None:
+            start, _ = _between(numbers, of.since)
+            inserted.append((start, of.since, of.asked, True, buffer))
+    for place, *_, made, buffer in sorted(inserted, reverse=True):
+        added = Operation(f"{buffer}:{'made' if made else 'held'}")
+        operations.insert(place, (added, operations[min(place, len(operations) - 1)][1]))
+        accesses.append(Access(added.name, buffer, write=made))
+        steps[added.name] = Step("release", buffer=buffer)
     return operations, accesses
+
+
+def _between(numbers: Sequence[int], number: int) -> tuple[int, int]:
+    """Where what the program does between one node of `on_all_ranks` and the next begins and ends.
+
+    Args:
+        numbers: The number of the node to which each operation belongs, -1 if it is none of these.
+        number: Of the next one.
+    """
+    end = next((i for i, n in enumerate(numbers) if n >= number), len(numbers))
+    return max((i + 1 for i in range(end) if numbers[i] >= 0), default=0), end
+
+
+def _live_ranges(captured: Captured) -> dict[str, LiveRange]:
+    """Of the buffers that all-to-alls of unequal parts use, but for copies."""
+    found: dict[str, LiveRange] = {}
+    for site in captured.sites:
+        of = site.live_range
+        if site.buffer is None or of is None or of.until is None:
+            continue
+        other = found.setdefault(site.buffer, of)
+        assert other.until is not None
+        by_program = of.since is not None and other.since is not None
+        asked = min(of.since or 0, other.since or 0) if by_program else None
+        first, last = min(of.asked, other.asked), max(of.dropped, other.dropped)
+        until = max(of.until, other.until)
+        found[site.buffer] = evolve(of, since=asked, until=until, asked=first, dropped=last)
+    return found
 
 
 def _moment(recorder: Recorder, captured: Captured, step: Step) -> _Moment:

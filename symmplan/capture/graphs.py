@@ -103,20 +103,38 @@ AGREED = "symmplan_unequal_parts"
 
 
 @frozen
-class UnequalParts:
-    """What the ranks have agreed on for an all-to-all whose sizes are others on each of them.
+class LiveRange:
+    """Of what an all-to-all of unequal parts receives or sends: how large, and how long in use.
 
     Attributes:
-        nbytes: Bytes of the largest result.
-        since: Which declared call is the first that some rank makes when it has asked for memory
-            for the result; None if the call itself makes that.
-        until: Which of the iteration's declared calls is the first that none of the ranks makes
-            before it has dropped its result.
+        nbytes: Bytes of the storage; of the largest on any rank, where the ranks have agreed.
+        since: How many of the iteration's declared calls, and waits for them, some rank has made
+            when it asks for the memory; None if a declared call makes it.
+        until: How many some rank may have made before it has dropped it; None if that is not a
+            whole tensor that the iteration makes, in a placement if told to, and drops.
+        asked: When it asks for the memory, as a number in the order in which a rank asks for such
+            memory and drops it; the least of all ranks, where they have agreed.
+        dropped: When it has dropped it; the greatest of all ranks.
     """
 
     nbytes: int
     since: int | None
-    until: int
+    until: int | None
+    asked: int = 0
+    dropped: int = 0
+
+
+@frozen
+class UnequalParts:
+    """What the ranks have agreed on for an all-to-all whose sizes are others on each of them.
+
+    Attributes:
+        received: Of its result.
+        sent: Of its input; None if that may lie anywhere.
+    """
+
+    received: LiveRange
+    sent: LiveRange | None
 
 
 def unequal_parts(node: fx.Node) -> UnequalParts | None:

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from attrs import field, frozen
 
+from symmplan.capture.graphs import unequal_parts
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import fx
 
-    from symmplan.capture.graphs import Path, Value, Values
+    from symmplan.capture.graphs import LiveRange, Path, Value, Values
     from symmplan.capture.producers import Write
     from symmplan.model import OpSpec, Problem, Requirement
 
@@ -67,6 +69,14 @@ class Site:
     def where(self) -> str:
         """Both as text: ``"input"``, ``"inputs.0"``, ``"return"``, ``"return.1"``, ..."""
         return ".".join([self.head, *map(str, self.index)])
+
+    @property
+    def live_range(self) -> LiveRange | None:
+        """What the ranks have agreed on for the tensor of a call of unequal parts, if they have."""
+        parts = unequal_parts(self.node)
+        if parts is None:
+            return None
+        return parts.sent if self.head == "input" else parts.received
 
     @property
     def leaves(self) -> bool:

@@ -186,7 +186,7 @@ def _case(
     group = captured.groups[node]
     parts = unequal_parts(node)
     if parts is not None:  # it is timed with equal ones, as large as any rank's
-        numel = parts.nbytes // fakes[0].element_size()
+        numel = parts.received.nbytes // fakes[0].element_size()
         numels = (math.ceil(numel / ranks[group]) * ranks[group],)
     engine = row.engine and parts is None
     assert spec.group is not None  # collectives name theirs

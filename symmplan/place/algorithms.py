@@ -3,6 +3,14 @@
 A functional collective allocates its result itself, so it cannot write a placement. Each row names
 a form that can, and which of the op's declared tensors that form needs in symmetric memory. The
 catalogue says which tensors the *op* can use there, a row which ones *this algorithm* needs.
+
+[Note: both ends]
+    NCCL sends between buffers that are registered with it in another way than between others, and
+    each rank looks at its own buffer only: if one end is registered and the other is not, a large
+    message never comes to an end. So in NCCL's memory what is sent and received in an all-to-all
+    lies in placements on all ranks, or none of it does, and sends and receives that are not planned
+    keep what they move in ordinary memory.
+    Source: addP2pToPlan in src/enqueue.cc of NCCL 2.28; seen on two devices.
 """
 
 from __future__ import annotations
@@ -21,12 +29,13 @@ from symmplan.memory.backends.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.memory.meeting.calls import TWO_LEVELS
 from symmplan.memory.ops.library import IMPLEMENTATIONS
 from symmplan.registry import bind_arguments
-from symmplan.registry.catalogue import collective_of, runs_on_groups
+from symmplan.registry.catalogue import collective_of, is_sent, runs_on_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from symmplan.capture import Captured
+    from symmplan.capture.graphs import Value
     from symmplan.capture.producers import Write
     from symmplan.model import OpSpec, Requirement
     from symmplan.torch_private.ops import OpOverload
@@ -272,13 +281,33 @@ class Lowerings:
             why = "" if row is None or not placed else why_unfit(row, node)
             if why:
                 found[node] = why
-            if row is None or not (row.one_sided or row.kernel):
+            if row is None or not (row.one_sided or row.kernel or self.is_sent(row)):
                 continue
             needed = [s for s in captured.at(node) if s.head in row.needs]
             without = [s for s in needed if s.buffer is None]
             if without and len(without) < len(needed):
                 found[node] = f"{without[0].where} of the same op is left out: {without[0].reason}"
         return found
+
+    def is_sent(self, row: Lowering) -> bool:
+        """Whether an op is wholly in placements or not at all. See [Note: both ends]."""
+        return row.equal and BACKENDS[self.memory].engines
+
+    def ends(self, captured: Captured) -> set[Value]:
+        """Storages in placements that must not be there. See [Note: both ends]."""
+        if not BACKENDS[self.memory].engines:
+            return set()
+        values, there = captured.values, {s.node for s in captured.sites if s.buffer is not None}
+        placed = {values.find((s.node, s.path)) for s in captured.placed_storages}
+        placed |= {values.find((kept.node, ())) for kept in captured.kept}
+        sent = (n for n in values.graph.nodes if n not in there and _is_sent(n))
+        ends = (v for n in sent for near in (n, *n.all_input_nodes) for v in values.of_node(near))
+        return {values.find(value) for value in ends} & placed
+
+
+def _is_sent(node: fx.Node) -> bool:
+    overload = overload_of(node.target)
+    return overload is not None and is_sent(overload._schema.name)
 
 
 def has_unequal_parts(node: fx.Node) -> bool:

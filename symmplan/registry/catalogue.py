@@ -9,7 +9,14 @@ from attrs import frozen
 from symmplan.errors import DeclarationError
 from symmplan.model import Requirement
 from symmplan.registry.check import make_spec
-from symmplan.registry.rows import COLLECTIVES, NAMESPACES, NOT_SYMMETRIC, SYMM_MEM, CatalogueRow
+from symmplan.registry.rows import (
+    COLLECTIVES,
+    NAMESPACES,
+    NOT_SYMMETRIC,
+    SENT,
+    SYMM_MEM,
+    CatalogueRow,
+)
 from symmplan.registry.schema import is_defined
 
 if TYPE_CHECKING:
@@ -56,6 +63,15 @@ def runs_on_groups(op: str) -> bool:
         op: Its qualified name, with or without overload.
     """
     return op.partition(".")[0] in _OF_GROUPS
+
+
+def is_sent(op: str) -> bool:
+    """Whether NCCL runs an op as sends and receives.
+
+    Args:
+        op: Its qualified name, with or without overload.
+    """
+    return op.partition(".")[0] in SENT
 
 
 def spec_of(schema: Schema) -> OpSpec | None:

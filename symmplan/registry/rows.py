@@ -345,3 +345,8 @@ _LEFT_OUT = (
 NOT_SYMMETRIC: dict[str, str] = {
     f"{namespace}::{name}": why for why, namespace, names in _LEFT_OUT for name in names.split()
 }
+
+#: What NCCL runs as sends and receives.
+SENT = frozenset(row.op for row in COLLECTIVES if row.collective == _A2A) | {
+    name for name, why in NOT_SYMMETRIC.items() if why in (_P2P, _ROOTED)
+}

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.capture import Captured
+    from symmplan.capture.graphs import Value
     from symmplan.choose.cases import Case
     from symmplan.model import Plan
     from symmplan.place.algorithms import Lowerings
@@ -194,6 +195,7 @@ class Fitting:
         return plan_poison(made) if self._preparation.options.debug else made
 
     def _captured(self, refused: Mapping[fx.Node, str], **others: Any) -> Captured:
+        ordinary: set[Value] = set()
         while True:
             run = self.lowerings
             captured = self._capture(
@@ -202,12 +204,13 @@ class Fitting:
                 anywhere=run.anywhere,
                 refused=refused,
                 slower=self.chosen.slower,
+                ordinary=ordinary,
                 **others,
             )
-            partly = run.partly(captured)
-            if not partly.keys() - refused.keys():
+            partly, ends = run.partly(captured), run.ends(captured) - ordinary
+            if not (partly.keys() - refused.keys() or ends):
                 return captured
-            refused = {**partly, **refused}
+            refused, ordinary = {**partly, **refused}, ordinary | ends
 
     def _demotables(self, captured: Captured) -> list[Demotable]:
         """The symmetric bytes of its calls, which a budget may demote."""

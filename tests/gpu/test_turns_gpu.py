@@ -36,8 +36,7 @@ def test_the_same_bits_in_fsdp2s_bytes(two, style, memory):
     acts = ["train", "train", "evaluate inside", "keep", "train", "keep inside", "sleep", "train"]
     for found in two.run(_compared, style, [*acts, "graph", "train inside", "train"], memory):
         assert found["differences"] == []
-        # NCCL's memory has no unequal parts: nothing is placed.
-        assert found["rests"] == (style != "unequal" or memory != "nccl")
+        assert found["rests"]
         assert found["bytes"][-1] == found["fsdp"]
 
 

@@ -56,16 +56,21 @@ def _dealt_unequally(grads, momenta, world):
     """The same of more matrices than ranks: the first ranks have one more of them."""
     import torch.distributed as dist
 
+    import symmplan
+
     rank, ranks = dist.get_rank(), range(world)
     counts = [len(range(r, len(grads), world)) for r in ranks]
     order = [i for r in ranks for i in range(r, len(grads), world)]
     shards = [grad.add(m, alpha=0.95) for grad, m in zip(grads, momenta, strict=True)]
     own, size = counts[rank], shards[0].shape
     mine = shards[0].new_empty(world * own, *size)
-    dist.all_to_all_single(mine, torch.stack([shards[i] for i in order]), [own] * world, counts)
+    sent = symmplan.placed.out(torch.stack, [shards[i] for i in order])
+    dist.all_to_all_single(mine, sent, [own] * world, counts)
+    del sent
     made = [_orthogonal(mine[i::own].flatten(0, 1)).view(world, *size) for i in range(own)]
     del mine
-    rows, back = torch.stack(made, 1).flatten(0, 1), shards[0].new_empty(len(grads), *size)
+    rows = symmplan.placed.out(torch.stack, made, 1).flatten(0, 1)
+    back = shards[0].new_empty(len(grads), *size)
     dist.all_to_all_single(back, rows, counts, [own] * world)
     return [back[order.index(i)] for i in range(len(grads))]
 

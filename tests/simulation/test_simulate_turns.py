@@ -49,6 +49,7 @@ def _program(*, session, steps=3, style="in place"):
         (512, "nccl", "in place"),
         (8, "shm", "unequal"),
         (8, "cuda", "unequal"),
+        (8, "nccl", "unequal"),
     ],
 )
 def test_a_session_takes_nothing_beside_fsdp2(ranks, memory, style):

@@ -13,7 +13,7 @@ import torch
 from attrs import define, evolve, field
 
 from symmplan.capture.apart import storage_key
-from symmplan.capture.graphs import argument_nodes, at_path, written_arguments
+from symmplan.capture.graphs import argument_nodes, at_path, unequal_parts, written_arguments
 from symmplan.capture.signatures import CallValue
 from symmplan.device import device_of
 from symmplan.errors import RunError
@@ -137,7 +137,7 @@ class EagerMachine:
             if prepare is all_to_all_single_out:
                 named["declines"] = functools.partial(getattr, self.event, "declined")
                 named["declined"] = self.event.other_sizes
-            elif self.event.may_decline:
+            elif self.event.may_decline or unequal_parts(self.event.call.node) is not None:
                 named["others"] = True
             run = prepare(*map(self._like, args), **named)
             given = (*args, *kwargs.values())

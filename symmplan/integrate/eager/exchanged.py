@@ -5,33 +5,32 @@
     optimizer's matrices are. So a second iteration is recorded: a call whose sizes were the same in
     both, on all ranks, gets a placement. What only the rank knows stays its own affair: its sizes,
     and what it does with its rows. See [Note: unequal parts] in `symmplan.capture.eager_problem`.
-
-[Note: both ends]
-    NCCL sends between buffers that are registered with it in another way than between others, and
-    each rank looks at its own buffer only: if one end is registered and the other is not, neither
-    comes to an end. So in NCCL's memory all-to-alls have placements for what is sent and received,
-    on all ranks, or none: parts are equal, and stay so.
-    Source: addP2pToPlan in src/enqueue.cc of NCCL 2.28.
+    In NCCL's memory what is sent gets a placement, too; see [Note: both ends] in
+    `symmplan.place.algorithms`.
 """
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
-from symmplan.capture.graphs import UnequalParts
+from symmplan.capture.apart import storage_key
+from symmplan.capture.eager_problem import on_all_ranks
+from symmplan.capture.graphs import LiveRange, UnequalParts
 from symmplan.integrate.eager.faults import public
 from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from torch import fx
 
-    from symmplan.capture.eager import Recorded, Recorder
+    from symmplan.capture.eager import Recorded, Recorder, Storage
 
 __all__ = ["DIFFER", "UNEVEN", "Sizes", "agreed", "sizes_of"]
 
@@ -47,9 +46,8 @@ _NOT_WHOLE = (
 )
 
 
-_BOTH_ENDS = (
-    "its parts are not all of one size, and NCCL would need what is sent in its memory, too"
-)
+def _live_range(told: LiveRange | Mapping[str, Any]) -> LiveRange:
+    return told if isinstance(told, LiveRange) else LiveRange(**told)
 
 
 @frozen
@@ -59,19 +57,15 @@ class Sizes:
     Attributes:
         said: The call, as it is on all ranks if all its parts are of one size; empty otherwise.
         splits: Rows from each rank and to each.
-        nbytes: Bytes of its result.
-        since: How many declared calls came before the program asked for memory for the result; None
-            if the call itself makes that.
-        until: How many declared calls came before the program had dropped the result; None if that
-            is not a whole tensor that the iteration made and dropped.
+        received: Of its result.
+        sent: Of its input.
         repeated: Whether the last iteration had the same parts; None if there was none.
     """
 
     said: str
     splits: list[int]
-    nbytes: int
-    since: int | None
-    until: int | None
+    received: LiveRange = field(converter=_live_range)
+    sent: LiveRange = field(converter=_live_range)
     repeated: bool | None = None
 
 
@@ -85,31 +79,67 @@ def sizes_of(
         recorder: The recording.
         before: What this was of the last iteration; None if there was none.
     """
-    found = [_sizes(call, recorder) for call in calls]
+    moments = [recorder.timeline.at[node.name] for node in on_all_ranks(recorder)]
+    by_call = {*recorder.filled.values(), *(c.node for c in recorder.calls if c.kind == "op")}
+    in_use = functools.partial(_in_use, recorder, moments, by_call)
+    found = [_sizes(call, recorder, in_use) for call in calls]
+    ranges = [live for sizes in found for live in (sizes.received, sizes.sent)]
+    ends = sorted({at for live in ranges for at in (live.asked, live.dropped)})
+    numbers = {at: number for number, at in enumerate(ends)}
+    found = [
+        evolve(s, received=_numbered(s.received, numbers), sent=_numbered(s.sent, numbers))
+        for s in found
+    ]
     if before is None:
         return found
-    parts = [(sizes.splits, sizes.nbytes) for sizes in before]
+    parts = [(sizes.splits, sizes.received.nbytes) for sizes in before]
     return [
-        evolve(sizes, repeated=(sizes.splits, sizes.nbytes) == last)
+        evolve(sizes, repeated=(sizes.splits, sizes.received.nbytes) == last)
         for sizes, last in zip_longest(found, parts)
         if sizes is not None
     ]
 
 
-def _sizes(call: Recorded, recorder: Recorder) -> Sizes:
+def _numbered(live: LiveRange, numbers: Mapping[int, int]) -> LiveRange:
+    return evolve(live, asked=numbers[live.asked], dropped=numbers[live.dropped])
+
+
+def _sizes(call: Recorded, recorder: Recorder, in_use: Callable[..., LiveRange]) -> Sizes:
     assert call.form is not None
     bound = bind_arguments(call.form.op, call.node.args, call.node.kwargs)
     made: fx.Node = bound.get("out", call.node)
     splits = [*bound["output_split_sizes"], *bound["input_split_sizes"]]
     said = repr(public((call.args, call.kwargs))) if len({*splits}) < 2 else ""
-    whole, at = made.meta["val"], recorder.timeline.at
-    storage, since, until = recorder.made.get((made, ())), None, None
-    if storage is not None and storage.dropped and not whole.storage_offset():
-        moments = [at[c.node.name] for c in recorder.calls if c.kind == "op"]
-        until = bisect_left(moments, storage.dropped)
-        if storage.origin not in (call.node, recorder.filled.get(call.node)):
-            since = bisect_left(moments, at[storage.origin.name])
-    return Sizes(said, splits, whole.untyped_storage().nbytes(), since, until)
+    received = in_use(made, recorder.made.get((made, ())))
+    given: fx.Node = bound["input"]
+    key = storage_key(given.meta["val"])
+    found = (s for s in call.storages if s.meta._cdata == key and s.made)
+    sent = in_use(given, next(found, None), told=True)
+    return Sizes(said, splits, received, sent)
+
+
+def _in_use(
+    recorder: Recorder,
+    moments: Sequence[int],
+    by_call: AbstractSet[fx.Node],
+    node: fx.Node,
+    storage: Storage | None,
+    *,
+    told: bool = False,
+) -> LiveRange:
+    """Of a tensor of a call; ``told`` if it must be in a placement if what makes it is told to.
+
+    Moments stand for their numbers.
+    """
+    tensor, at = node.meta["val"], recorder.timeline.at
+    unknown = LiveRange(tensor.untyped_storage().nbytes(), since=None, until=None)
+    if storage is None or not storage.dropped or tensor.storage_offset():
+        return unknown
+    if told and storage.origin not in by_call | recorder.writes.keys():
+        return unknown
+    until, made = bisect_left(moments, storage.dropped), at[storage.origin.name]
+    since = None if storage.origin in by_call else bisect_left(moments, made)
+    return evolve(unknown, since=since, until=until, asked=made, dropped=storage.dropped)
 
 
 def agreed(
@@ -125,25 +155,37 @@ def agreed(
         calls: They.
         told: `sizes_of` of each rank, as plain data.
         first: Whether sizes may be others in the next iteration.
-        registered: Whether placements are registered with NCCL. See [Note: both ends].
+        registered: Whether what is sent gets a placement, too.
     """
     refused: dict[fx.Node, str] = {}
     unequal: dict[fx.Node, UnequalParts] = {}
     for call, *notes in zip(calls, *told, strict=True):
         of_ranks = [Sizes(**note) for note in notes]
-        ends = [sizes.until for sizes in of_ranks if sizes.until is not None]
+        received = _of_all([sizes.received for sizes in of_ranks])
         even = bool(of_ranks[0].said) and len({sizes.said for sizes in of_ranks}) == 1
         same = all(sizes.repeated is not False for sizes in of_ranks)
         if even and same:
             continue
-        if registered:
-            refused[call.node] = UNEVEN if even else _BOTH_ENDS
-        elif not even and len(ends) < len(of_ranks):
+        if not even and received.until is None:
             refused[call.node] = _NOT_WHOLE
         elif even or first or not same:
             refused[call.node] = UNEVEN
         else:
-            most = max(sizes.nbytes for sizes in of_ranks)
-            asked = [sizes.since for sizes in of_ranks if sizes.since is not None]
-            unequal[call.node] = UnequalParts(most, min(asked, default=None), max(ends))
+            sent = _of_all([sizes.sent for sizes in of_ranks]) if registered else None
+            unequal[call.node] = UnequalParts(received, sent)
     return refused, unequal
+
+
+def _of_all(ranges: Sequence[LiveRange]) -> LiveRange:
+    """The live range of a tensor on all ranks."""
+    asked = [live.since for live in ranges if live.since is not None]
+    ends = [live.until for live in ranges if live.until is not None]
+    most = max(live.nbytes for live in ranges)
+    until = max(ends) if len(ends) == len(ranges) else None
+    return LiveRange(
+        most,
+        min(asked, default=None),
+        until,
+        asked=min(live.asked for live in ranges),
+        dropped=max(live.dropped for live in ranges),
+    )

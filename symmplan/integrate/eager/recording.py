@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +40,7 @@ from symmplan.runtime.stats import Copy
 from symmplan.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from contextlib import AbstractContextManager
 
     from torch import fx
@@ -227,7 +228,8 @@ class IterationRecording:
         calls = [c for c in self._recorder.calls if c.kind == "op"]
         storages = [storage for call in calls for storage in call.storages]
         routed = [call for call in calls if is_all_to_all(call.op)]
-        elsewhere = [i for i, storage in enumerate(storages) if storage.elsewhere]
+        registered = BACKENDS[self._agreed().memory].engines
+        elsewhere = [i for i, s in enumerate(storages) if s.elsewhere or (s.sent and registered)]
         fills = [call.node in self._recorder.filled for call in calls]
         self.sizes = sizes_of(routed, self._recorder, self._before)
         mine = [elsewhere, fills, [asdict(sizes) for sizes in self.sizes]]
@@ -239,8 +241,22 @@ class IterationRecording:
             if all(fill):
                 self._recorder.writes[self._recorder.filled[call.node]] = "alloc"
         told = [sizes for *_, sizes in notes]
-        registered = BACKENDS[self._agreed().memory].engines
         self._refused, self._unequal = agreed(routed, told, first=first, registered=registered)
+        if registered:
+            self._keep_ordinary(self._refused)
+
+    def _keep_ordinary(self, nodes: Collection[fx.Node]) -> None:
+        """Keep what calls use in ordinary memory, on all ranks, whatever each of them uses there.
+
+        Collective: yes, if there are any.
+        """
+        calls = [c for c in self._recorder.calls if c.kind == "op"] if nodes else []
+        storages = [storage for call in calls for storage in call.storages]
+        used = {storage for call in calls if call.node in nodes for storage in call.storages}
+        mine = [i for i, storage in enumerate(storages) if storage in used]
+        notes = meet(self._settings, "session.step()", more=mine) if nodes else []
+        for i in itertools.chain(*notes):
+            storages[i].elsewhere = True
 
     def _agree_on_unequal(self, fitting: Fitting, refused: dict[fx.Node, str]) -> None:
         """Place the all-to-alls of unequal parts, if the ranks then have one plan.
@@ -258,6 +274,8 @@ class IterationRecording:
             for node in self._unequal:
                 del node.meta[AGREED]
             refused |= dict.fromkeys(self._unequal, DIFFER)
+            if BACKENDS[fitting.lowerings.memory].engines:
+                self._keep_ordinary(self._unequal)
             del fitting.whole
 
     def _prepared(self, lowerings: Lowerings) -> Frozen:

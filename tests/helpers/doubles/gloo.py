@@ -99,6 +99,21 @@ def _all_to_all(backend, given):
     return [work], _to([given["output"]], [made])
 
 
+def _send(backend, given):
+    return [backend.send(given["tensors"], given["dst"], given["tag"])], []
+
+
+def _receive(backend, given):
+    made = _fresh(given["tensors"])
+    return [backend.recv(made, given["src"], given["tag"])], _to(given["tensors"], made)
+
+
+def _all_to_all_of_lists(backend, given):
+    made, options = _fresh(given["output_tensors"]), _options("AllToAllOptions", given)
+    work = backend.alltoall(made, given["input_tensors"], options)
+    return [work], _to(given["output_tensors"], made)
+
+
 def _outs(given):
     return given["outputs"] if "outputs" in given else [given["output_tensor"]]
 
@@ -119,4 +134,7 @@ RUNS = {
     "allreduce_coalesced_": ("all-reduce", _all_reduce),
     "broadcast_": ("broadcast", _broadcast),
     "alltoall_base_": ("all-to-all", _all_to_all),
+    "alltoall_": ("send", _all_to_all_of_lists),
+    "send": ("send", _send),
+    "recv_": ("send", _receive),
 }

@@ -258,7 +258,7 @@ class Network:
             given |= {a.name: v for a, v in zip(schema.arguments, args, strict=False)} | kwargs
             group = dist.ProcessGroup.unbox(given["process_group"])
             backend = group._get_backend(CPU)
-            asynchronous, stream = given["async_op"], streams().current
+            asynchronous, stream = given.get("async_op", True), streams().current
             found = self.used(group)
             self._name(kind, found, group, _tensors(given), given, asynchronous)
             stream.run(stream.queued)
@@ -283,6 +283,9 @@ class Network:
         outside = [t for t in tensors if not any(w.holds(t) for w in windows)]
         inside = bool(tensors) and not outside
         abilities = NCCL.get(kind)
+        if windows and kind in ("all-to-all", "send"):
+            sizes = bool(given.get("input_split_sizes"))
+            self._meet_ends(kind, group, tensors, outside, sizes)
         if found.engines and any(b.holds(t) for b in self.allocations for t in outside):
             self.refuse(f"NCCL error: invalid usage: {kind} of memory that is not registered")
         if found.engines and inside and abilities is not None and abilities.engines:
@@ -300,6 +303,20 @@ class Network:
         else:
             name = f"ncclDevKernel_{kind}"
         self.ran(name, names.group_name(group))
+
+    def _meet_ends(self, kind, group, tensors, outside, sizes):
+        """Refuse what would not come to an end: one end of a send in a window, the other not.
+
+        A send or its counterpart does not see the other end here: neither may lie in a window. Of
+        an all-to-all, sizes are given by all ranks or by none.
+        """
+        mine = [*(sum(t.nbytes > 0 for t in found) for found in (outside, tensors)), sizes]
+        told = exchanged(group, mine) if kind == "all-to-all" else [mine]
+        apart, several, given = (sum(counts) for counts in zip(*told, strict=True))
+        if given not in (0, len(told)):
+            self.refuse(f"NCCL waits for ever: only some ranks give sizes to an {kind}: {told}")
+        if apart < several and (apart or kind == "send"):
+            self.refuse(f"NCCL waits for ever: {kind} with one end in a window: {told}")
 
     def ran(self, name, group):
         """Something runs on the device, also in a profile."""

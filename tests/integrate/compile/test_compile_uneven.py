@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
+from doubles import installed
 from ranks import pool_of
 
 import symmplan
@@ -164,3 +165,69 @@ def test_lists_may_change_on_one_rank_alone(two, tables, program, dynamic):
 @pytest.mark.further
 def test_inductor_runs_them(two):
     _judge(two.run(_run, "there_and_back", TABLES["differing"], {}), "differing")
+
+
+# Beside windows of NCCL: both ends of what is sent are in placements, or none is.
+
+
+class _Exchanged(torch.autograd.Function):
+    """Rows times themselves; backward exchanges what a gather brought in forward."""
+
+    @staticmethod
+    def forward(ctx, whole, counts, others):
+        ctx.save_for_backward(whole)
+        ctx.counts = counts, others
+        return whole * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (whole,) = ctx.saved_tensors
+        sends, gets = ctx.counts
+        rows = fc.all_to_all_single(whole, gets, sends, dist.group.WORLD)
+        return grad * rows.sum(), None, None
+
+
+def _of_a_gather(x, rank, counts):
+    whole = fc.all_gather_tensor(x * 2, 0, dist.group.WORLD)
+    rows = fc.all_to_all_single(whole, [counts[rank]] * 2, [*counts], dist.group.WORLD)
+    return rows.sum() + whole
+
+
+def _of_a_saved_gather(x, rank, counts):
+    whole = fc.all_gather_tensor_autograd(x * 2, 0, dist.group.WORLD)
+    return _Exchanged.apply(whole, [*counts], [counts[rank]] * 2).sin()
+
+
+def _result_that_leaves(x, rank, counts):
+    ops = torch.ops._c10d_functional
+    pending = ops.all_to_all_single(x * 2, [2, 2], [2, 2], dist.group.WORLD.group_name)
+    return pending.view(-1), ops.wait_tensor(pending) + 1
+
+
+def _beside_windows(rank, world, program, counts):
+    torch.compiler.reset()
+    with installed():
+        backend = symmplan.backend(memory="nccl", timeout=30.0, choose="placed")
+        compiled = torch.compile(program, backend=backend, dynamic=False)
+        for turn in range(3):
+            x = torch.arange(32.0).view(4, 8) + rank + turn
+            inputs = [x.clone().requires_grad_(program is _of_a_saved_gather) for _ in range(2)]
+            got, want = (
+                f(i, rank, counts) for f, i in zip((compiled, program), inputs, strict=True)
+            )
+            for a, b in zip(*([x] if torch.is_tensor(x) else x for x in (got, want)), strict=True):
+                torch.testing.assert_close(a, b)
+            if program is _of_a_saved_gather:
+                got.sum().backward()
+                want.sum().backward()
+                torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+        placed = {b.op for plan in backend.plans for b in plan.problem.buffers}
+        backend.release()
+    return placed
+
+
+@pytest.mark.parametrize("program", [_of_a_gather, _of_a_saved_gather, _result_that_leaves])
+def test_in_nccls_memory_both_ends_are_in_placements_or_none_is(two, program):
+    for placed in two.run(_beside_windows, program, (3, 5)):
+        assert not any("all_to_all" in op for op in placed)
+        assert any("all_gather" in op for op in placed) == (program is not _result_that_leaves)

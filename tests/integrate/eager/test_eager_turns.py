@@ -63,6 +63,7 @@ def test_a_session_takes_nothing_beside_fsdp2(two, style):
     [
         ("asynchronous", "nccl"),
         ("asynchronous", "cuda"),
+        pytest.param("unequal", "nccl", marks=FURTHER),
         pytest.param("unequal", "cuda", marks=FURTHER),
     ],
 )
