@@ -31,7 +31,6 @@ from symmplan.capture.signatures import signature, stand_in
 from symmplan.capture.stacks import called_at, is_by_torch, stack
 from symmplan.capture.streams import MAIN, Timeline
 from symmplan.device import device_of
-from symmplan.registry.catalogue import is_sent
 from symmplan.torch_private import compilers, dispatch, threads, works
 from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves, tree_map_only
 
@@ -81,7 +80,7 @@ class Storage:
     #: Names of streams that may use it until then, by ``record_stream``.
     users: list[str] = field(factory=list)
     elsewhere: bool = False  # whether a collective over another group uses it
-    sent: bool = False  # whether a call that is not declared sends it, or receives it
+    opaque: bool = False  # whether a collective without a functional form uses it
 
 
 @define(eq=False)
@@ -247,7 +246,7 @@ class Recorder(TorchDispatchMode):
         result: Any,
     ) -> Any:
         if form is None:
-            node = self._opaque(args, kwargs, func)
+            node = self._opaque(args, kwargs)
             if spec is not None:
                 self._call(node, func, None, args, kwargs)
             return result
@@ -303,7 +302,7 @@ class Recorder(TorchDispatchMode):
         """Run a collective over another group, and note which tensors it uses."""
         result = func(*args, **kwargs)
         if func.namespace == "c10d":
-            self._opaque(args, kwargs, func)
+            self._opaque(args, kwargs)
         else:
             self._node(func, self._arguments((args, kwargs)), result, _ELSEWHERE)
         for storage in self._storages_of((args, kwargs, result)):
@@ -317,10 +316,10 @@ class Recorder(TorchDispatchMode):
         storage = self._storages.get(storage_key(args[0]))
         return _ELSEWHERE if storage is not None and storage.elsewhere else ""
 
-    def _opaque(self, args: Any, kwargs: Any, func: Any) -> fx.Node:
+    def _opaque(self, args: Any, kwargs: Any) -> fx.Node:
         given = tree_leaves(self._arguments((args, kwargs)))
         for storage in self._storages_of((args, kwargs)):
-            storage.sent |= is_sent(func._schema.name)
+            storage.opaque = True
         return self._node(opaque, (tuple(n for n in given if isinstance(n, fx.Node)), {}), None)
 
     def _storages_of(self, values: Any) -> tuple[Storage, ...]:

@@ -7,9 +7,11 @@ catalogue says which tensors the *op* can use there, a row which ones *this algo
 [Note: both ends]
     NCCL sends between buffers that are registered with it in another way than between others, and
     each rank looks at its own buffer only: if one end is registered and the other is not, a large
-    message never comes to an end. So in NCCL's memory what is sent and received in an all-to-all
-    lies in placements on all ranks, or none of it does, and sends and receives that are not planned
-    keep what they move in ordinary memory.
+    message never comes to an end. Nor does another collective of which one rank alone has all
+    tensors there. So in NCCL's memory what is sent and received in an all-to-all lies in placements
+    on all ranks, or none of it does. What sends and receives that are not planned move is in
+    ordinary memory; in sessions, so is what collectives without a functional form use, and what
+    ranks do not pass to the same collectives.
     Source: addP2pToPlan in src/enqueue.cc of NCCL 2.28; seen on two devices.
 """
 

@@ -40,6 +40,11 @@ DIFFER = (
     "its parts are not all of one size, and the ranks do not use the planned tensors alike, or use "
     "them on several streams"
 )
+#: See [Note: both ends] in `symmplan.place.algorithms`.
+_NOT_ALIKE = (
+    "its parts are not all of one size, and the ranks do not pass its tensors to the same other "
+    "collectives, of which NCCL would need the same memory on all ranks"
+)
 _NOT_WHOLE = (
     "its parts are not all of one size, and on some rank its result is not a whole tensor that the "
     "iteration makes and drops"
@@ -59,6 +64,7 @@ class Sizes:
         splits: Rows from each rank and to each.
         received: Of its result.
         sent: Of its input.
+        others: Which declared calls use its tensors, too, by their numbers.
         repeated: Whether the last iteration had the same parts; None if there was none.
     """
 
@@ -66,6 +72,7 @@ class Sizes:
     splits: list[int]
     received: LiveRange = field(converter=_live_range)
     sent: LiveRange = field(converter=_live_range)
+    others: list[int]
     repeated: bool | None = None
 
 
@@ -115,7 +122,9 @@ def _sizes(call: Recorded, recorder: Recorder, in_use: Callable[..., LiveRange])
     key = storage_key(given.meta["val"])
     found = (s for s in call.storages if s.meta._cdata == key and s.made)
     sent = in_use(given, next(found, None), told=True)
-    return Sizes(said, splits, received, sent)
+    calls = [c for c in recorder.calls if c.kind == "op"]
+    others = [i for i, c in enumerate(calls) if c is not call and {*c.storages} & {*call.storages}]
+    return Sizes(said, splits, received, sent, others)
 
 
 def _in_use(
@@ -170,6 +179,8 @@ def agreed(
             refused[call.node] = _NOT_WHOLE
         elif even or first or not same:
             refused[call.node] = UNEVEN
+        elif registered and any(sizes.others != of_ranks[0].others for sizes in of_ranks):
+            refused[call.node] = _NOT_ALIKE
         else:
             sent = _of_all([sizes.sent for sizes in of_ranks]) if registered else None
             unequal[call.node] = UnequalParts(received, sent)

@@ -229,7 +229,7 @@ class IterationRecording:
         storages = [storage for call in calls for storage in call.storages]
         routed = [call for call in calls if is_all_to_all(call.op)]
         registered = BACKENDS[self._agreed().memory].engines
-        elsewhere = [i for i, s in enumerate(storages) if s.elsewhere or (s.sent and registered)]
+        elsewhere = [i for i, s in enumerate(storages) if s.elsewhere or (s.opaque and registered)]
         fills = [call.node in self._recorder.filled for call in calls]
         self.sizes = sizes_of(routed, self._recorder, self._before)
         mine = [elsewhere, fills, [asdict(sizes) for sizes in self.sizes]]

@@ -91,6 +91,14 @@ def _broadcast(backend, given):
     return [backend.broadcast(made, options)], _to(given["tensors"], made)
 
 
+def _reduce(backend, given):
+    options, divisor = _reducing("ReduceOptions", given, backend.size())
+    options.rootRank, options.rootTensor = given["root_rank"], given["root_tensor"]
+    made = [t.detach().clone() for t in given["tensors"]]
+    root = backend.rank() == given["root_rank"]
+    return [backend.reduce(made, options)], _to(given["tensors"], made, divisor) if root else []
+
+
 def _all_to_all(backend, given):
     splits = given["output_split_sizes"], given["input_split_sizes"]
     (made,) = _fresh([given["output"]])
@@ -133,6 +141,7 @@ RUNS = {
     "allreduce_": ("all-reduce", _all_reduce),
     "allreduce_coalesced_": ("all-reduce", _all_reduce),
     "broadcast_": ("broadcast", _broadcast),
+    "reduce_": ("reduce", _reduce),
     "alltoall_base_": ("all-to-all", _all_to_all),
     "alltoall_": ("send", _all_to_all_of_lists),
     "send": ("send", _send),

@@ -261,6 +261,7 @@ class Network:
             asynchronous, stream = given.get("async_op", True), streams().current
             found = self.used(group)
             self._name(kind, found, group, _tensors(given), given, asynchronous)
+            alike = self._alike(kind, found, group, given)
             stream.run(stream.queued)
             works, copies = run(backend, given)
             where = found.stream if asynchronous else stream
@@ -270,7 +271,7 @@ class Network:
                 touch(tensor, kind, writes=False, stream=where)
             for target, *_ in copies:
                 touch(target, kind, writes=True, stream=where)
-            where.queue(_end_of(works, copies))
+            where.queue(_end_of(works, copies, alike))
             made = _Work(where, where.queued, works)
             self._works = [*self._works[-500:], made]  # a box does not keep it
             return _returned(schema, given, made)
@@ -283,9 +284,6 @@ class Network:
         outside = [t for t in tensors if not any(w.holds(t) for w in windows)]
         inside = bool(tensors) and not outside
         abilities = NCCL.get(kind)
-        if windows and kind in ("all-to-all", "send"):
-            sizes = bool(given.get("input_split_sizes"))
-            self._meet_ends(kind, group, tensors, outside, sizes)
         if found.engines and any(b.holds(t) for b in self.allocations for t in outside):
             self.refuse(f"NCCL error: invalid usage: {kind} of memory that is not registered")
         if found.engines and inside and abilities is not None and abilities.engines:
@@ -304,19 +302,38 @@ class Network:
             name = f"ncclDevKernel_{kind}"
         self.ran(name, names.group_name(group))
 
-    def _meet_ends(self, kind, group, tensors, outside, sizes):
-        """Refuse what would not come to an end: one end of a send in a window, the other not.
+    def _alike(self, kind, found, group, given):
+        """What refuses a collective, once it is over, that on devices would never be.
 
-        A send or its counterpart does not see the other end here: neither may lie in a window. Of
-        an all-to-all, sizes are given by all ranks or by none.
+        All of its tensors lie in windows on all ranks or on none. Of an all-to-all no tensor does
+        on any rank, or all do on all of them, and all ranks give sizes or none does. Who sends or
+        receives here does not see the other end: neither may lie in a window.
         """
-        mine = [*(sum(t.nbytes > 0 for t in found) for found in (outside, tensors)), sizes]
-        told = exchanged(group, mine) if kind == "all-to-all" else [mine]
-        apart, several, given = (sum(counts) for counts in zip(*told, strict=True))
-        if given not in (0, len(told)):
-            self.refuse(f"NCCL waits for ever: only some ranks give sizes to an {kind}: {told}")
-        if apart < several and (apart or kind == "send"):
-            self.refuse(f"NCCL waits for ever: {kind} with one end in a window: {told}")
+        windows = [w for w in found.windows if w is not None and w.alive]
+        if not windows:
+            return lambda: None
+        tensors = [t for t in _tensors(given) if t.nbytes]
+        inside = sum(any(w.holds(t) for w in windows) for t in tensors)
+        if kind == "send":
+            if inside:
+                self.refuse("NCCL waits for ever: one end of a send lies in a window")
+            return lambda: None
+        apart = len(tensors) - inside
+        mine = [inside > 0 and not apart, None, None]
+        if kind == "all-to-all":
+            mine = [inside > 0, apart > 0, bool(given["input_split_sizes"])]
+        told = telling(group, mine)
+
+        def refuse():
+            several = told()
+            whole, some, _ = zip(*several, strict=True)
+            mixed = any(len({*said}) > 1 for said in zip(*several, strict=True))
+            if kind == "all-to-all":
+                mixed = (any(whole) and any(some)) or len({sizes for *_, sizes in several}) > 1
+            if mixed:
+                self.refuse(f"NCCL waits for ever: the ranks' {kind} differs: {several}")
+
+        return refuse
 
     def ran(self, name, group):
         """Something runs on the device, also in a profile."""
@@ -364,13 +381,14 @@ class _Work(dist.Work):
         return future
 
 
-def _end_of(works, copies):
+def _end_of(works, copies, alike):
     """What ends a collective: gloo is done, and its results are where they belong."""
 
     def done():
         for work in works:
             work.wait()
         works.clear()  # they hold their tensors
+        alike()
         for target, source, divisor in copies:
             if divisor > 1:
                 source.div_(divisor)
@@ -403,11 +421,20 @@ _EXCHANGES = weakref.WeakKeyDictionary()
 
 
 def exchanged(group, said):
-    """What each rank of a group says, in its order; through its store. Collective."""
+    """What each rank of a group says, in its order. Collective."""
+    return telling(group, said)()
+
+
+def telling(group, said):
+    """Say something to a group's ranks, through its store; what gives what all of them say."""
     number = _EXCHANGES[group] = _EXCHANGES.get(group, 0) + 1
     store, rank = names.group_store(group), group.rank()
     store.set(f"doubles/{number}/{rank}", repr(said))
-    return [
-        eval(store.get(f"doubles/{number}/{r}").decode(), {"__builtins__": {}})
-        for r in range(group.size())
-    ]
+
+    def told():
+        return [
+            eval(store.get(f"doubles/{number}/{r}").decode(), {"__builtins__": {}})
+            for r in range(group.size())
+        ]
+
+    return told

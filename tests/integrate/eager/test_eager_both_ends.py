@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -134,6 +136,28 @@ def _received(x, counts, rank, out=None):
     return out
 
 
+def _reduced_by_one(rank, turn):
+    """One rank alone reduces what it got, the other one something else, and then that in lists."""
+    import torch.distributed as dist
+
+    mine = _received(torch.arange(7.0) + turn, (4, 3), rank)
+    added = mine if rank == 0 else torch.arange(8.0) + turn
+    dist.reduce(added, 0)
+    got = [torch.empty(2), torch.empty(2)]
+    dist.all_gather(got, mine[:2] * 1)
+    return torch.cat([added, *got])
+
+
+def _added_up_by_one(rank, turn):
+    """The same, where a declared collective adds up."""
+    import torch.distributed as dist
+
+    mine = _received(torch.arange(7.0) + turn, (4, 3), rank)
+    added = mine if rank == 0 else torch.arange(8.0) + turn
+    dist.all_reduce(added)
+    return added + 1
+
+
 def _into_a_placement(rank, turn):
     """Memory for a gather gets rows of an all-to-all before, whose sizes change."""
     import torch.distributed as dist
@@ -196,6 +220,7 @@ BOTH_ENDS = {
     _dealt_in_placements: (2 * (TURNS - 2), 2, 0),
     _made_while_pending: (2 * (TURNS - 2), 2, 0),
     _of_one_by_turns: (TURNS - 2, 2, None),
+    _reduced_by_one: (TURNS - 2, 1, None),
     _into_a_placement: (TURNS - 2, 2, None),
     _sent_on: (TURNS - 1, 1, None),
     _in_lists: (TURNS - 1, 1, None),
@@ -209,6 +234,23 @@ def test_in_nccls_memory_both_ends_of_what_is_sent_are_in_placements_or_none_is(
         assert said == ""
         assert (served, recorded) == BOTH_ENDS[program][:2]
         assert BOTH_ENDS[program][2] in (None, copies)
+
+
+def _ordinary_sums(rank, world_size):
+    from symmplan.choose import trials
+
+    def fastest(*_, **__):
+        case = sys._getframe(1).f_locals.get("case")
+        return "ordinary" if case is not None and "all_reduce" in case.op else "symmetric"
+
+    given = {"memory": "nccl", "choose": "measure"}
+    with installed(races=True), mock.patch.object(trials, "fastest", fastest):
+        served, recorded, reasons = all_to_all(rank, world_size, _added_up_by_one, given)
+    return served, recorded, any("do not pass" in why for why in reasons)
+
+
+def test_in_nccls_memory_what_one_rank_passes_to_an_ordinary_sum_is_ordinary(two):
+    assert two.run(_ordinary_sums) == [(0, 2, True)] * 2
 
 
 @pytest.mark.parametrize("program", [smaller, changes])
