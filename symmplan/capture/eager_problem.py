@@ -185,12 +185,14 @@ def name_between_calls(recorder: Recorder) -> None:
     timeline, declared = recorder.timeline, 0
     calls = {call.node for call in recorder.calls if call.kind == "op"}
     named = {*calls, *recorder.filled.values()}
+    told = {call.node for call in recorder.calls} - calls  # ranks make these alike
     for node in list(recorder.graph.nodes):
         declared += node in calls
         if node.op != "call_function" or is_wait(node) or node in named:
             continue
         before = node.name
-        node._rename(f"{before.rstrip('_0123456789')}_between{declared}")
+        where = "placed" if node in told else "between"
+        node._rename(f"{before.rstrip('_0123456789')}_{where}{declared}")
         if before in timeline.at:
             timeline.at[node.name] = timeline.at.pop(before)
             timeline.streams[node.name] = timeline.streams.pop(before)
@@ -207,14 +209,20 @@ def _alike(
     unequal = _live_ranges(captured)
     if not unequal:
         return operations, accesses
-    own = {n for o, _ in operations if steps[n := o.name].kind in ("use", "release") and not o.ends}
+    own: set[str] = set()
+    for o, _ in operations:
+        if steps[o.name].kind in ("use", "release") and own.issuperset(o.ends):
+            own.add(o.name)
     accesses = [a for a in accesses if not (a.buffer in unequal and a.operation in own)]
     left = {a.operation for a in accesses}
     operations = [o for o in operations if o[0].name in left or o[0].name not in own]
     names = [o.name for o, _ in operations if o.name in own]
     new = {name: f"between:{i}" for i, name in enumerate(names)}
     steps.update({new[name]: steps.pop(name) for name in names})
-    operations = [(evolve(o, name=new.get(o.name, o.name)), at) for o, at in operations]
+    operations = [
+        (evolve(o, name=new.get(o.name, o.name), ends=tuple(new.get(n, n) for n in o.ends)), at)
+        for o, at in operations
+    ]
     accesses = [evolve(a, operation=new.get(a.operation, a.operation)) for a in accesses]
     number: dict[fx.Node | None, int] = {n: i for i, n in enumerate(on_all_ranks(recorder))}
     numbers = [number.get(steps[o.name].node, -1) for o, _ in operations]

@@ -182,6 +182,36 @@ def beside_a_sum(rank, turn):
     return added + total
 
 
+def beside_changing(rank, turn):
+    """In sizes that change one rank sends what a gather brought, and multiplies more often."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    mine = dealt(rank, turn, (3, 5))
+    if rank:
+        mine = mine * 2
+    whole = torch.empty(8)
+    dist.all_gather_into_tensor(whole, symmplan.placed.out(torch.mul, torch.ones(4), 3.0))
+    counts = (3 + turn, 5 - turn)
+    got = torch.empty(2 * counts[rank])
+    sent = whole if rank else torch.arange(8.0)
+    dist.all_to_all_single(got, sent, [counts[rank]] * 2, [*counts], async_op=True).wait()
+    return torch.cat([got, whole, mine.sum()[None]])
+
+
+def sent_on_in_changing(rank, turn):
+    """What an exchange brings is sent on in sizes that change."""
+    import torch.distributed as dist
+
+    mine = dealt(rank, turn, (3, 5)).view(-1)
+    rows = [12 + turn, 12 - turn], [20 - turn, 20 + turn]
+    got = torch.empty(32)
+    received = [row[rank] for row in rows]
+    dist.all_to_all_single(got, mine, received, rows[rank], async_op=True).wait()
+    return got + mine.sum()
+
+
 def gathered_by_one(rank, turn):
     """Rank 0 gathers what it got, rank 1 another tensor."""
     import torch.distributed as dist
@@ -207,10 +237,11 @@ STEADY = [
     functional_uneven,
     by_owner,
 ]
-STEADY += [asked_for_early, beside_a_sum, gathered_by_one]
+STEADY += [asked_for_early, beside_a_sum, beside_changing, sent_on_in_changing, gathered_by_one]
 #: How many calls they make, and how many of them get placements.
 CALLS = {functional_uneven: (2, 2), by_owner: (3, 3)}
 CALLS |= {asked_for_early: (2, 2), beside_a_sum: (2, 2), gathered_by_one: (2, 1)}
+CALLS |= {beside_changing: (3, 2), sent_on_in_changing: (2, 1)}
 
 
 def _exchange(how, x, received, sent, late):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -242,11 +241,14 @@ class IterationRecording:
                 self._recorder.writes[self._recorder.filled[call.node]] = "alloc"
         told = [sizes for *_, sizes in notes]
         self._refused, self._unequal = agreed(routed, told, first=first, registered=registered)
-        if registered:
-            self._keep_ordinary(self._refused)
+        self._keep_ordinary(self._refused, registered=registered)
 
-    def _keep_ordinary(self, nodes: Collection[fx.Node]) -> None:
-        """Keep what calls use in ordinary memory, on all ranks, whatever each of them uses there.
+    def _keep_ordinary(self, nodes: Collection[fx.Node], *, registered: bool) -> None:
+        """Keep what ordinary calls use in ordinary memory on all ranks.
+
+        Args:
+            nodes: The calls.
+            registered: Whether they keep all that some rank uses there; else what not all ranks do.
 
         Collective: yes, if there are any.
         """
@@ -254,9 +256,11 @@ class IterationRecording:
         storages = [storage for call in calls for storage in call.storages]
         used = {storage for call in calls if call.node in nodes for storage in call.storages}
         mine = [i for i, storage in enumerate(storages) if storage in used]
-        notes = meet(self._settings, "session.step()", more=mine) if nodes else []
-        for i in itertools.chain(*notes):
-            storages[i].elsewhere = True
+        if nodes:
+            told = [{*note} for note in meet(self._settings, "session.step()", more=mine)]
+            alike = set() if registered else set.intersection(*told)
+            for i in set.union(*told) - alike:
+                storages[i].elsewhere = True
 
     def _agree_on_unequal(self, fitting: Fitting, refused: dict[fx.Node, str]) -> None:
         """Place the all-to-alls of unequal parts, if the ranks then have one plan.
@@ -274,8 +278,8 @@ class IterationRecording:
             for node in self._unequal:
                 del node.meta[AGREED]
             refused |= dict.fromkeys(self._unequal, DIFFER)
-            if BACKENDS[fitting.lowerings.memory].engines:
-                self._keep_ordinary(self._unequal)
+            registered = BACKENDS[fitting.lowerings.memory].engines
+            self._keep_ordinary(self._unequal, registered=registered)
             del fitting.whole
 
     def _prepared(self, lowerings: Lowerings) -> Frozen:
