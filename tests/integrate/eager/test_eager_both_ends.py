@@ -94,16 +94,15 @@ def _dealt_in_placements(rank, turn):
 
 
 def _made_while_pending(rank, turn):
-    """What is sent next is made while an exchange is under way, whose input nobody holds."""
+    """What is sent next is made while an exchange is under way, whose input is a copy."""
     import torch.distributed as dist
 
     import symmplan
 
     counts = 1, 3
-    x = symmplan.placed.out(torch.add, torch.arange(16.0).view(4, 4), torch.tensor(turn + rank))
+    x = torch.arange(16.0).view(4, 4) + turn + rank
     mine = torch.empty(2 * counts[rank], 4)
     work = dist.all_to_all_single(mine, x, [counts[rank]] * 2, [*counts], async_op=True)
-    del x
     y = symmplan.placed.out(torch.add, torch.ones(1, 4), torch.tensor(turn + rank))
     work.wait()
     total, more = mine.sum(), (1, 0)
@@ -220,7 +219,7 @@ BOTH_ENDS = {
     beside_a_sum: (2 * (TURNS - 2), 2, None),
     beside_changing: (2 * (TURNS - 2), 3, None),
     _dealt_in_placements: (2 * (TURNS - 2), 2, 0),
-    _made_while_pending: (2 * (TURNS - 2), 2, 0),
+    _made_while_pending: (2 * (TURNS - 2), 2, TURNS - 2),
     _of_one_by_turns: (TURNS - 2, 2, None),
     _reduced_by_one: (TURNS - 2, 1, None),
     _into_a_placement: (TURNS - 2, 2, None),
@@ -253,6 +252,22 @@ def _ordinary_sums(rank, world_size):
 
 def test_in_nccls_memory_what_one_rank_passes_to_an_ordinary_sum_is_ordinary(two):
     assert two.run(_ordinary_sums) == [(0, 2, True)] * 2
+
+
+def _placements(rank, world_size):
+    import symmplan
+
+    with installed(), symmplan.eager(timeout=20.0, memory="nccl", choose="placed") as session:
+        for turn in range(3):
+            _made_while_pending(rank, turn)
+            session.step()
+        return {name: (place.offset, place.end) for name, place in session.plan.placements.items()}
+
+
+def test_what_is_made_while_a_copy_is_sent_lies_beside_it(two):
+    for places in two.run(_placements):
+        (begin, end), (other, _) = (places[f"all_to_all_single_into{n}.input"] for n in ("", "_1"))
+        assert not begin <= other < end
 
 
 @pytest.mark.parametrize("program", [smaller, changes])
