@@ -283,7 +283,7 @@ class Lowerings:
             why = "" if row is None or not placed else why_unfit(row, node)
             if why:
                 found[node] = why
-            if row is None or not (row.one_sided or row.kernel or self.is_sent(row)):
+            if row is None or not (row.one_sided or row.kernel or self._is_exchange(row)):
                 continue
             needed = [s for s in captured.at(node) if s.head in row.needs]
             without = [s for s in needed if s.buffer is None]
@@ -291,11 +291,11 @@ class Lowerings:
                 found[node] = f"{without[0].where} of the same op is left out: {without[0].reason}"
         return found
 
-    def is_sent(self, row: Lowering) -> bool:
-        """Whether an op is wholly in placements or not at all. See [Note: both ends]."""
+    def _is_exchange(self, row: Lowering) -> bool:
+        """Whether an op lies wholly in placements or not at all. See [Note: both ends]."""
         return row.equal and BACKENDS[self.memory].engines
 
-    def ends(self, captured: Captured) -> set[Value]:
+    def stray_ends(self, captured: Captured) -> set[Value]:
         """Storages in placements that must not be there. See [Note: both ends]."""
         if not BACKENDS[self.memory].engines:
             return set()

@@ -207,7 +207,7 @@ class Fitting:
                 ordinary=ordinary,
                 **others,
             )
-            partly, ends = run.partly(captured), run.ends(captured) - ordinary
+            partly, ends = run.partly(captured), run.stray_ends(captured) - ordinary
             if not (partly.keys() - refused.keys() or ends):
                 return captured
             refused, ordinary = {**partly, **refused}, ordinary | ends

@@ -117,9 +117,13 @@ def _receive(backend, given):
 
 
 def _all_to_all_of_lists(backend, given):
-    made, options = _fresh(given["output_tensors"]), _options("AllToAllOptions", given)
-    work = backend.alltoall(made, given["input_tensors"], options)
-    return [work], _to(given["output_tensors"], made)
+    outs, sources = given["output_tensors"], given["input_tensors"]
+    received, sent = ([t.numel() for t in tensors] for tensors in (outs, sources))
+    made = outs[0].new_empty(sum(received))
+    flat = torch.cat([t.reshape(-1) for t in sources])
+    work = backend.alltoall_base(made, flat, received, sent, _options("AllToAllOptions", given))
+    parts = zip(outs, made.split(received), strict=True)
+    return [work], [(out, part.view_as(out), 1) for out, part in parts]
 
 
 def _outs(given):
