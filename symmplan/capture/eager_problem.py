@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-    from symmplan.capture.eager import Recorder, Storage
+    from symmplan.capture.eager import Recorded, Recorder, Storage
     from symmplan.capture.graphs import Value
     from symmplan.capture.producers import Write
 
@@ -174,16 +174,21 @@ def _in_time(recorder: Recorder, captured: Captured) -> Captured:
     return evolve(captured, problem=problem, steps=steps)
 
 
+def declared_calls(recorder: Recorder) -> list[Recorded]:
+    """The recorded calls of declared ops; others ask for memory."""
+    return [call for call in recorder.calls if call.kind == "op"]
+
+
 def on_all_ranks(recorder: Recorder) -> list[fx.Node]:
     """The nodes that all ranks have in one order: declared calls, and waits for them."""
-    calls = {call.node for call in recorder.calls if call.kind == "op"}
+    calls = {call.node for call in declared_calls(recorder)}
     return [n for n in recorder.graph.nodes if n in calls or (is_wait(n) and n.args[0] in calls)]
 
 
 def name_between_calls(recorder: Recorder) -> None:
     """Let nodes have equal names on all ranks. See [Note: unequal parts]."""
     timeline, declared = recorder.timeline, 0
-    calls = {call.node for call in recorder.calls if call.kind == "op"}
+    calls = {call.node for call in declared_calls(recorder)}
     named = {*calls, *recorder.filled.values()}
     told = {call.node for call in recorder.calls} - calls  # ranks make these alike
     for node in list(recorder.graph.nodes):
@@ -224,6 +229,18 @@ def _alike(
         for o, at in operations
     ]
     accesses = [evolve(a, operation=new.get(a.operation, a.operation)) for a in accesses]
+    _insert(recorder, unequal, steps, operations, accesses)
+    return operations, accesses
+
+
+def _insert(
+    recorder: Recorder,
+    unequal: Mapping[str, LiveRange],
+    steps: dict[str, Step],
+    operations: list[tuple[Operation, _Moment]],
+    accesses: list[Access],
+) -> None:
+    """Add the accesses with which live ranges begin and end to operations, accesses and steps."""
     number: dict[fx.Node | None, int] = {n: i for i, n in enumerate(on_all_ranks(recorder))}
     numbers = [number.get(steps[o.name].node, -1) for o, _ in operations]
     inserted: list[tuple[int, int, int, bool, str]] = []
@@ -239,7 +256,6 @@ def _alike(
         operations.insert(place, (added, operations[min(place, len(operations) - 1)][1]))
         accesses.append(Access(added.name, buffer, write=made))
         steps[added.name] = Step("release", buffer=buffer)
-    return operations, accesses
 
 
 def _between(numbers: Sequence[int], number: int) -> tuple[int, int]:

@@ -210,6 +210,11 @@ class Lowerings:
         return _SHM[op]
 
     @property
+    def registered(self) -> bool:
+        """Whether NCCL knows its memory; see [Note: both ends]."""
+        return BACKENDS[self.memory].engines
+
+    @property
     def table(self) -> Mapping[str, Lowering]:
         """The rows of this backend, for groups that memory reaches."""
         if self.collectives == "process group":
@@ -293,11 +298,11 @@ class Lowerings:
 
     def _is_exchange(self, row: Lowering) -> bool:
         """Whether an op lies wholly in placements or not at all. See [Note: both ends]."""
-        return row.equal and BACKENDS[self.memory].engines
+        return row.equal and self.registered
 
     def stray_ends(self, captured: Captured) -> set[Value]:
         """Storages in placements that must not be there. See [Note: both ends]."""
-        if not BACKENDS[self.memory].engines:
+        if not self.registered:
             return set()
         values, there = captured.values, {s.node for s in captured.sites if s.buffer is not None}
         placed = {values.find((s.node, s.path)) for s in captured.placed_storages}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, field, frozen
 
 from symmplan.capture.apart import storage_key
-from symmplan.capture.eager_problem import on_all_ranks
+from symmplan.capture.eager_problem import declared_calls, on_all_ranks
 from symmplan.capture.graphs import LiveRange, UnequalParts
 from symmplan.integrate.eager.faults import public
 from symmplan.registry import bind_arguments
@@ -64,7 +64,7 @@ class Sizes:
         splits: Rows from each rank and to each.
         received: Of its result.
         sent: Of its input.
-        others: Which declared calls use its tensors, too, by their numbers.
+        used: Which declared calls use its tensors, by their numbers.
         repeated: Whether the last iteration had the same parts; None if there was none.
     """
 
@@ -72,7 +72,7 @@ class Sizes:
     splits: list[int]
     received: LiveRange = field(converter=_live_range)
     sent: LiveRange = field(converter=_live_range)
-    others: list[int]
+    used: list[int]
     repeated: bool | None = None
 
 
@@ -87,9 +87,14 @@ def sizes_of(
         before: What this was of the last iteration; None if there was none.
     """
     moments = [recorder.timeline.at[node.name] for node in on_all_ranks(recorder)]
-    by_call = {*recorder.filled.values(), *(c.node for c in recorder.calls if c.kind == "op")}
+    declared = declared_calls(recorder)
+    by_call = {*recorder.filled.values(), *(call.node for call in declared)}
     in_use = functools.partial(_in_use, recorder, moments, by_call)
-    found = [_sizes(call, recorder, in_use) for call in calls]
+    users: dict[Storage, list[int]] = {}
+    for i, call in enumerate(declared):
+        for storage in call.storages:
+            users.setdefault(storage, []).append(i)
+    found = [_sizes(call, recorder, in_use, users) for call in calls]
     ranges = [live for sizes in found for live in (sizes.received, sizes.sent)]
     ends = sorted({at for live in ranges for at in (live.asked, live.dropped)})
     numbers = {at: number for number, at in enumerate(ends)}
@@ -111,7 +116,12 @@ def _numbered(live: LiveRange, numbers: Mapping[int, int]) -> LiveRange:
     return evolve(live, asked=numbers[live.asked], dropped=numbers[live.dropped])
 
 
-def _sizes(call: Recorded, recorder: Recorder, in_use: Callable[..., LiveRange]) -> Sizes:
+def _sizes(
+    call: Recorded,
+    recorder: Recorder,
+    in_use: Callable[..., LiveRange],
+    users: Mapping[Storage, Sequence[int]],
+) -> Sizes:
     assert call.form is not None
     bound = bind_arguments(call.form.op, call.node.args, call.node.kwargs)
     made: fx.Node = bound.get("out", call.node)
@@ -122,9 +132,8 @@ def _sizes(call: Recorded, recorder: Recorder, in_use: Callable[..., LiveRange])
     key = storage_key(given.meta["val"])
     found = (s for s in call.storages if s.meta._cdata == key and s.made)
     sent = in_use(given, next(found, None), told=True)
-    calls = [c for c in recorder.calls if c.kind == "op"]
-    others = [i for i, c in enumerate(calls) if c is not call and {*c.storages} & {*call.storages}]
-    return Sizes(said, splits, received, sent, others)
+    used = sorted({i for storage in call.storages for i in users[storage]})
+    return Sizes(said, splits, received, sent, used)
 
 
 def _in_use(
@@ -179,7 +188,7 @@ def agreed(
             refused[call.node] = _NOT_WHOLE
         elif even or first or not same:
             refused[call.node] = UNEVEN
-        elif registered and any(sizes.others != of_ranks[0].others for sizes in of_ranks):
+        elif registered and any(sizes.used != of_ranks[0].used for sizes in of_ranks):
             refused[call.node] = _NOT_ALIKE
         else:
             sent = _of_all([sizes.sent for sizes in of_ranks]) if registered else None

@@ -10,7 +10,11 @@ from attrs import asdict
 
 from symmplan.capture.c10d import is_all_to_all
 from symmplan.capture.eager import Recorder
-from symmplan.capture.eager_problem import capture_recorded, name_between_calls
+from symmplan.capture.eager_problem import (
+    capture_recorded,
+    declared_calls,
+    name_between_calls,
+)
 from symmplan.capture.graphs import AGREED
 from symmplan.capture.producers import is_allocation, out_overload
 from symmplan.capture.signatures import signature
@@ -23,7 +27,6 @@ from symmplan.integrate.eager.frozen import Frozen
 from symmplan.integrate.eager.scratch import ScratchMemory
 from symmplan.integrate.eager.settings import Settings, meet
 from symmplan.integrate.eager.turns import may_rest
-from symmplan.memory import BACKENDS
 from symmplan.place.algorithms import Lowerings
 from symmplan.place.engines import register_known
 from symmplan.place.program import place
@@ -224,10 +227,10 @@ class IterationRecording:
 
         Collective: yes.
         """
-        calls = [c for c in self._recorder.calls if c.kind == "op"]
+        calls = declared_calls(self._recorder)
         storages = [storage for call in calls for storage in call.storages]
         routed = [call for call in calls if is_all_to_all(call.op)]
-        registered = BACKENDS[self._agreed().memory].engines
+        registered = self._agreed().registered
         elsewhere = [i for i, s in enumerate(storages) if s.elsewhere or (s.opaque and registered)]
         fills = [call.node in self._recorder.filled for call in calls]
         self.sizes = sizes_of(routed, self._recorder, self._before)
@@ -241,26 +244,28 @@ class IterationRecording:
                 self._recorder.writes[self._recorder.filled[call.node]] = "alloc"
         told = [sizes for *_, sizes in notes]
         self._refused, self._unequal = agreed(routed, told, first=first, registered=registered)
-        self._keep_ordinary(self._refused, registered=registered)
+        self._keep_ordinary(self._refused)
 
-    def _keep_ordinary(self, nodes: Collection[fx.Node], *, registered: bool) -> None:
-        """Keep what ordinary calls use in ordinary memory on all ranks.
+    def _keep_ordinary(self, nodes: Collection[fx.Node]) -> None:
+        """Keep what not all ranks pass to ordinary calls in ordinary memory on all of them.
+
+        In memory that NCCL knows, all that some rank passes to them.
 
         Args:
             nodes: The calls.
-            registered: Whether they keep all that some rank uses there; else what not all ranks do.
 
         Collective: yes, if there are any.
         """
-        calls = [c for c in self._recorder.calls if c.kind == "op"] if nodes else []
+        if not nodes:
+            return
+        calls = declared_calls(self._recorder)
         storages = [storage for call in calls for storage in call.storages]
         used = {storage for call in calls if call.node in nodes for storage in call.storages}
         mine = [i for i, storage in enumerate(storages) if storage in used]
-        if nodes:
-            told = [{*note} for note in meet(self._settings, "session.step()", more=mine)]
-            alike = set() if registered else set.intersection(*told)
-            for i in set.union(*told) - alike:
-                storages[i].elsewhere = True
+        told = [{*note} for note in meet(self._settings, "session.step()", more=mine)]
+        alike = set() if self._agreed().registered else set.intersection(*told)
+        for i in set.union(*told) - alike:
+            storages[i].elsewhere = True
 
     def _agree_on_unequal(self, fitting: Fitting, refused: dict[fx.Node, str]) -> None:
         """Place the all-to-alls of unequal parts, if the ranks then have one plan.
@@ -278,8 +283,7 @@ class IterationRecording:
             for node in self._unequal:
                 del node.meta[AGREED]
             refused |= dict.fromkeys(self._unequal, DIFFER)
-            registered = BACKENDS[fitting.lowerings.memory].engines
-            self._keep_ordinary(self._unequal, registered=registered)
+            self._keep_ordinary(self._unequal)
             del fitting.whole
 
     def _prepared(self, lowerings: Lowerings) -> Frozen:

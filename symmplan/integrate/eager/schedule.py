@@ -11,7 +11,7 @@
     tell each other, when they meet in the call: if one has other sizes, all of them make the call
     that the program made. In memory that NCCL does not know, no two ranks need to make it alike:
     the process group moves the same rows, whether they lie in placements or not. In NCCL's memory
-    all ranks keep to the plan; see [Note: both ends] in `symmplan.integrate.eager.exchanged`.
+    all ranks keep to the plan; see [Note: both ends] in `symmplan.place.algorithms`.
 """
 
 from __future__ import annotations
