@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
@@ -145,6 +145,8 @@ class Process:
     #: written and read by `engines_of`.
     engines: WeakKeyDictionary[Any, Any] = field(factory=WeakKeyDictionary)
     engines_made: dict[tuple[int, ...], Any] = field(factory=dict)
+    #: ``{(for what, ranks): how many communicators were made}``: written and read where some are.
+    communicators_made: Counter[Any] = field(factory=Counter)
     #: ``{group: its Counterparts}`` of groups on several hosts: written and read by
     #: `connections_of`.
     counterparts: WeakKeyDictionary[Any, Any] = field(factory=WeakKeyDictionary)

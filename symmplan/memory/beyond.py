@@ -24,7 +24,6 @@ from symmplan.coordination.world import current
 from symmplan.device import device_of
 from symmplan.memory.device_memory import device_memory
 from symmplan.process import PROCESS
-from symmplan.torch_private import nccl
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -33,35 +32,28 @@ if TYPE_CHECKING:
 
 __all__ = ["beyond_segments", "counting", "expected_beyond"]
 
-#: What NCCL 2.28.9 takes on an H100 of two: for a communicator of copy engines, for a segment that
-#: is registered with one, and for each rendezvous. See ``docs/benchmarks.md``.
+#: What NCCL 2.28.9 takes on an H100 of two: for a communicator of copy engines, for the first
+#: segment that is registered with one, and for the first of each group.
 _COMMUNICATOR, _WINDOW, _RENDEZVOUS = 10 << 20, 36 << 20, 38 << 20
 
 
 def expected_beyond(
-    memory: str,
-    segments: Iterable[Collection[str]],
-    engines: Collection[str],
-    *,
-    asleep: bool = False,
+    memory: str, segments: Iterable[Collection[str]], engines: Collection[str]
 ) -> int:
-    """Bytes of a device that a backend's communicators, windows and rendezvous take.
+    """Bytes of a device that a backend's communicators and rendezvous take.
 
     Args:
         memory: Name of the memory backend.
-        segments: Names of the groups over which each segment is reached.
+        segments: Names of the groups over which each segment is reached, or was.
         engines: Names of the groups of which copy engines run some collective.
-        asleep: Whether the segments were given back: what a first rendezvous sets up stays.
 
     Collective: no.
     """
     if memory != "nccl":
         return 0
-    nbytes = len(engines) * _COMMUNICATOR
-    for groups in segments:
-        windows = 0 if asleep else len({*engines} & {*groups})
-        nbytes += len(groups) * _RENDEZVOUS + windows * _WINDOW
-    return nbytes
+    met, engines = {group for groups in segments for group in groups}, {*engines}
+    first = len(met) * _RENDEZVOUS + len(engines & met) * _WINDOW
+    return first + len(engines) * _COMMUNICATOR
 
 
 @contextlib.contextmanager
@@ -91,9 +83,6 @@ def counting(cause: str, device: torch.device) -> Iterator[None]:
 def beyond_segments() -> dict[str, Any]:
     """What was counted so far, as `symmplan.runtime.stats.Stats` has it. Collective: no."""
     by_cause = dict(PROCESS.beyond)
-    read = nccl.communicator_bytes([*PROCESS.engines_made.values()])
-    if read is not None and "communicators" in by_cause and not PROCESS.device_counterparts:
-        by_cause["communicators"] = read
     grown = [
         now - before
         for device, before in PROCESS.beyond_before.items()

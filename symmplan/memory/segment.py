@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     #: What a memory backend gives: bytes, and what gives them back beyond dropping them.
     Allocation: TypeAlias = tuple[torch.Tensor, Callable[[], None] | None]
 
-__all__ = ["Rendezvous", "Segment", "locate", "located", "used_after_release"]
+__all__ = ["Rendezvous", "Segment", "locate", "located", "meetings", "used_after_release"]
 
 
 class Rendezvous:
@@ -356,6 +356,14 @@ class Segment:
         self.health.on_break.clear()
         for rendezvous in self.rendezvous.values():
             rendezvous.forked()
+
+
+def meetings() -> list[Rendezvous]:
+    """What live segments of this process, and parts of them, have met. Collective: no."""
+    arenas = [arena for arena in list(PROCESS.arenas.values()) if not arena.released]
+    parts = (segment for arena in arenas for segment in arena.segments.values())
+    segments = dict.fromkeys((*PROCESS.segments, *parts))
+    return [met for segment in segments for met in segment.rendezvous.values()]
 
 
 def locate(tensor: torch.Tensor) -> tuple[Segment, int] | None:

@@ -4,14 +4,11 @@
     NCCL's copy engines take no multiprocessor from the program's own kernels. A communicator's CTA
     policy says whether NCCL uses them, and the program's own communicator serves other collectives,
     too. So the ranks of a group get one more communicator. It is made once per process and set of
-    ranks, for all models, and lives until the process groups are destroyed.
+    ranks, for all models, and lives until the process groups are destroyed, or all programs sleep
+    that have segments registered with it. When one of them wakes, another one is made.
 
     It runs all-gathers and all-to-alls on segments, and nothing else. An ordinary collective would
     make it allocate channels. So ranks meet over the program's own group.
-
-    Only the ranks of a group take part, so torch names the new group by its ranks and by how many
-    groups a rank is in. If that number differs within a group, its ranks would wait for each other
-    under different names. Such a group gets no further communicator.
 
 Source: ncclConfig_t.CTAPolicy in nccl.h; torch/distributed/distributed_c10d.py.
 """
@@ -25,13 +22,20 @@ import torch.distributed as dist
 from symmplan.coordination.all_gather import all_gather_json
 from symmplan.errors import BackendError
 from symmplan.memory import BACKENDS
+from symmplan.memory.beyond import counting
+from symmplan.memory.segment import meetings
 from symmplan.process import PROCESS
 from symmplan.torch_private import c10d, nccl
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
+
+    import torch
 
     from symmplan.memory.arena import Arena
+
+#: For what communicators are made here.
+_WHAT = "symmplan_copy_engines"
 
 
 def engines_of(groups: Mapping[str, Any], memory: str, timeout: float) -> dict[str, Any]:
@@ -54,19 +58,71 @@ def engines_of(groups: Mapping[str, Any], memory: str, timeout: float) -> dict[s
         return {}
     ranks = {name: tuple(dist.get_process_group_ranks(g)) for name, g in groups.items()}
     mine = {
-        name: "made" if _made(ranks[name]) is not None else c10d.known_groups() for name in groups
+        name: (_made(of) is not None, PROCESS.communicators_made[_WHAT, of])
+        for name, of in ranks.items()
     }
     told = all_gather_json("engines", mine, groups, timeout)
     made = {}
     for name, group in groups.items():
-        if any(said != mine[name] for said in told[name]):
+        lives = {alive for alive, _ in told[name]}
+        if len(lives) > 1:  # some ranks have destroyed it
             continue
-        found = _made(ranks[name])
+        of = ranks[name]
+        found = _made(of)
         if found is None:
-            found = nccl.copy_engine_group(group, "symmplan_copy_engines")
-            PROCESS.engines_made[ranks[name]] = found
+            number = max(number for _, number in told[name])
+            PROCESS.communicators_made[_WHAT, of] = number + 1
+            found = PROCESS.engines_made[of] = nccl.copy_engine_group(group, _WHAT, number)
         made[name] = PROCESS.engines[group] = found
     return made
+
+
+def again(groups: Mapping[str, Any], memory: str, device: torch.device, timeout: float) -> None:
+    """Make communicators again that have ended while their programs slept.
+
+    Args:
+        groups: As for `engines_of`: those that had one.
+        memory: As for `engines_of`.
+        device: Of this rank's tensors.
+        timeout: As for `engines_of`.
+
+    Collective: yes, over those of the groups that have none.
+    """
+    gone = {name: group for name, group in groups.items() if known(group) is None}
+    if gone:
+        with counting("communicators", device):
+            engines_of(gone, memory, timeout)
+
+
+def having(groups: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Those groups whose communicators have these names, now or when there are any."""
+    ranks = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+    return {n: groups[n] for n, of in ranks.items() if nccl.group_name(_WHAT, of) in names}
+
+
+def end_unused(groups: Mapping[str, Any], timeout: float) -> None:
+    """End the communicators of groups with which no segment is registered on any rank.
+
+    Args:
+        groups: ``{name: process group}``, in the same order on all ranks of each. Nothing runs over
+            their communicators.
+        timeout: Seconds that ranks wait for each other.
+
+    Collective: yes, over those of the groups that have one.
+    """
+    names = {engines: name for name, engines in known_of(groups).items()}
+    met = {meeting.group.process_group for meeting in meetings()}
+    used = {
+        name: engines in met or any(w is not None for w in PROCESS.windows.get(engines, ()))
+        for engines, name in names.items()
+    }
+    asked = {name: groups[name] for name in used}
+    told = all_gather_json("communicators in use", used, asked, timeout)
+    for engines, name in names.items():
+        if not any(told[name]):
+            del PROCESS.engines_made[tuple(dist.get_process_group_ranks(engines))]
+            unask([group for group, found in PROCESS.engines.items() if found is engines])
+            nccl.end(engines)
 
 
 def known(group: Any) -> Any | None:
@@ -142,8 +198,7 @@ def require(groups: Iterable[str], engines: Mapping[str, Any], memory: str) -> N
     if BACKENDS[memory].devices and without:
         raise BackendError(
             f"choose='copy engine': memory={memory!r} has no copy engines for group {without[0]!r}",
-            expected="memory='nccl' with NCCL 2.28 or newer, and ranks that have created "
-            "the same process groups",
+            expected="memory='nccl' with NCCL 2.28 or newer",
             fix="use choose='measure'",
             group=without[0],
             memory=memory,

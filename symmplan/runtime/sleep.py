@@ -10,8 +10,9 @@ from symmplan.errors import RunError
 from symmplan.memory.backends.windows import take_back
 from symmplan.memory.beyond import counting
 from symmplan.memory.cache import give_back_together
+from symmplan.memory.meeting import device_hosts
 from symmplan.memory.streams import synchronize
-from symmplan.place.engines import with_known
+from symmplan.place import engines
 from symmplan.report.format import size
 from symmplan.report.log import LOG
 
@@ -59,6 +60,8 @@ def give_back(
 ) -> None:
     """Give segments of a program that sleeps back to the driver, with all that is registered.
 
+    So are symmplan's own communicators that no other program's segments are registered with.
+
     Args:
         user: The program, for people.
         arenas: Its segments, in one order on all ranks.
@@ -70,8 +73,10 @@ def give_back(
     """
     nbytes = sum(arena.segment_bytes for arena in arenas)
     synchronize(device)
-    with counting("windows", device):
-        give_back_together(arenas, with_known(groups), timeout)
+    with counting("communicators", device):
+        give_back_together(arenas, engines.with_known(groups), timeout)
+        engines.end_unused(groups, timeout)
+        device_hosts.end_unused(groups, timeout)
     tell(user, nbytes, asleep=True)
 
 
@@ -86,8 +91,8 @@ def take_back_replaced(groups: Mapping[str, Any], device: torch.device, timeout:
     Collective: as `give_back`.
     """
     synchronize(device)  # what was there may still be copied to the larger ones
-    with counting("windows", device):
-        take_back(with_known(groups), timeout)
+    with counting("communicators", device):
+        take_back(engines.with_known(groups), timeout)
 
 
 def tell(user: str, nbytes: int, *, asleep: bool) -> None:

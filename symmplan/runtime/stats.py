@@ -78,10 +78,8 @@ class Stats:
         bytes_beyond_segments: Bytes of its devices that symmplan has taken, by the driver's number,
             beyond segments and torch's allocator: by all of the process; 0 on the CPU.
         beyond_segments: The same by what took them, most first: ``"rendezvous"``, the
-            ``"communicators"`` for copy engines and between hosts, the ``"windows"`` of segments in
-            those, ``"trials"`` besides, and ``"kernels"``. Below 0 if bytes were returned: trials
-            return the windows in which they measured. Where torch knows what communicators have,
-            it was asked.
+            ``"communicators"`` for copy engines and between hosts, with what they have of segments,
+            ``"trials"`` besides, and ``"kernels"``. Below 0 if bytes were returned.
         bytes_without_owner: Bytes that are in use besides, and were not when symmplan first took
             any, by the driver's number: the program's kernels and later communicators, and other
             processes.

@@ -28,11 +28,13 @@ def expected(
     held = [s for s in world.segments if not s.released]
     # Names of one group share a rendezvous.
     groups = [{*{id(r): name for name, r in s.rendezvous.items()}.values()} for s in held]
-    nbytes = expected_beyond(world.memory, groups, engines, asleep=asleep)
-    if asleep:
-        given = zip(held, groups, strict=True)
-        nbytes += sum(s.nbytes for s, names in given if not _sleeps(world, s, names))
-    return nbytes
+    if not asleep:
+        return expected_beyond(world.memory, groups, engines)
+    given = zip(held, groups, strict=True)
+    stay = [(s.nbytes, names) for s, names in given if not _sleeps(world, s, names)]
+    engines &= {name for _, names in stay for name in names}
+    nbytes: int = sum(n for n, _ in stay)
+    return nbytes + expected_beyond(world.memory, groups, engines)
 
 
 def _sleeps(world: World, segment: Segment, groups: Collection[str]) -> bool:

@@ -117,8 +117,8 @@ class SimulationReport:
         beyond_bytes: Bytes that communicators for copy engines, windows and rendezvous of NCCL
             take. The program's own communicators, which it has without symmplan, too, do not count.
         asleep_bytes: What stays of `peak_bytes` and `beyond_bytes` while all programs sleep, at
-            most: communicators for copy engines, what a first rendezvous sets up for good, and
-            segments that cannot be given back.
+            most: what the first rendezvous of a group sets up in its communicator, and segments
+            that cannot be given back, with theirs for copy engines.
         device_bytes_without: Peak of the rank's device memory without symmplan, counted like
             `device_bytes`.
         collectives: The program's collectives, by op, size, group and algorithm.

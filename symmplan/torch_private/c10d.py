@@ -100,9 +100,45 @@ def is_registered(group: ProcessGroup) -> bool:
         return False
 
 
-def known_groups() -> int:
-    """How many process groups this rank has been in: torch names new ones by it."""
-    return len(c10d._world.pg_names)
+def new_group(
+    name: str,
+    ranks: Sequence[int],
+    number: int,
+    backend: str,
+    timeout: dt.timedelta,
+    what: str,
+    options: Any = None,
+) -> ProcessGroup:
+    """A process group that has a name which others had before it. Collective, over ``ranks``.
+
+    `torch.distributed.new_group` names groups by how many there are, which may differ from rank to
+    rank; and what a former group of that name has told its ranks in the store stays there. So each
+    has a place of its own in the store.
+
+    Args:
+        name: The name.
+        ranks: Global ranks.
+        number: The same on all of them, and larger than that of any former group of the name.
+        backend: Name of torch's backend.
+        timeout: Of its collectives.
+        what: Its description.
+        options: Of the backend.
+    """
+    ranks = sorted(ranks)
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(backend),
+        c10d.PrefixStore(f"symmplan {number}", c10d._get_default_store()),
+        name,
+        backend_options=options,
+        timeout=timeout,
+        group_desc=what,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    made: ProcessGroup = group
+    return made
 
 
 def group_store(group: ProcessGroup) -> Store:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from symmplan.torch_private.c10d import new_group
 from symmplan.torch_private.peers import tensor_at
 
 if TYPE_CHECKING:
@@ -55,35 +57,53 @@ def copy_engine_options() -> Any:
     return options
 
 
-def subgroup(like: Any, ranks: Sequence[int], what: str) -> Any:
+def group_name(what: str, ranks: Sequence[int]) -> str:
+    """The name under which torch has a communicator that is made of some ranks for something.
+
+    The next of these ranks has it again, as compiled graphs know communicators by name.
+    """
+    told = ",".join(map(str, ranks)).encode()
+    return f"{what}_{hashlib.sha1(told, usedforsecurity=False).hexdigest()}"
+
+
+def subgroup(like: Any, ranks: Sequence[int], what: str, number: int) -> Any:
     """An NCCL communicator of some ranks of a group. Collective, over ``ranks``.
 
     Args:
-        like: The group, for its timeout. On all its ranks `known_groups` must be the same.
+        like: The group, for its timeout.
         ranks: The global ranks.
-        what: Of it, for people.
+        what: For what it is made.
+        number: How many of that name were made before, at least; the same on all its ranks.
     """
     options: Any = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined, unused-ignore]
-    return _made(like, ranks, options, what)
+    return _made(like, ranks, options, what, number)
 
 
-def copy_engine_group(like: Any, what: str) -> Any:
+def copy_engine_group(like: Any, what: str, number: int) -> Any:
     """An NCCL communicator of the same ranks that uses copy engines, connected. Collective.
 
     It has one channel, because a communicator takes bytes of the device for each: 484 MiB with
     NCCL's default, 22 MiB with one (two H100, NCCL 2.28.9). Copy engines need none.
 
     Args:
-        like: The group, where `has_copy_engine_policy`. On all its ranks `known_groups` must be the
-            same.
-        what: Of it, for people.
+        like: The group, where `has_copy_engine_policy`.
+        what: For what it is made.
+        number: As for `subgroup`.
     """
     options = copy_engine_options()
     if hasattr(options.config, "max_ctas"):
         options.config.min_ctas = options.config.max_ctas = 1
-    group = _made(like, dist.get_process_group_ranks(like), options, what)
+    group = _made(like, dist.get_process_group_ranks(like), options, what, number)
     _connect(group)
     return group
+
+
+def end(group: Any) -> None:
+    """End a communicator that was made here, and what it has of the device.
+
+    Nothing runs on it, and no window is registered with it. Collective, over its ranks.
+    """
+    dist.destroy_process_group(group)
 
 
 def _connect(group: Any) -> None:
@@ -100,7 +120,7 @@ def _connect(group: Any) -> None:
     torch.cuda.synchronize(device)
 
 
-def _made(like: Any, ranks: Sequence[int], options: Any, what: str) -> Any:
+def _made(like: Any, ranks: Sequence[int], options: Any, what: str, number: int) -> Any:
     """A communicator of some ranks, with the timeout of another one's."""
     options._timeout = like._get_backend(torch.device("cuda")).options._timeout
     # Where a device is bound, torch would split the world's communicator, for which it needs all
@@ -109,31 +129,10 @@ def _made(like: Any, ranks: Sequence[int], options: Any, what: str) -> Any:
     bound = world.bound_device_id
     world.bound_device_id = None
     try:
-        return dist.new_group(
-            list(ranks),
-            timeout=options._timeout,
-            backend="nccl",
-            pg_options=options,
-            use_local_synchronization=True,
-            group_desc=what,
-        )
+        name = group_name(what, ranks)
+        return new_group(name, ranks, number, "nccl", options._timeout, what, options)
     finally:
         world.bound_device_id = bound
-
-
-def communicator_bytes(groups: Sequence[Any]) -> int | None:
-    """Bytes of devices that the communicators of some groups have; None where NCCL does not say.
-
-    Source: Backend.memory_stats, from torch 2.12 and NCCL 2.29.7 on.
-    """
-    total = 0
-    try:
-        for group in groups:
-            backend: Any = group._get_backend(torch.device("cuda"))
-            total += int(backend.memory_stats()["total"])
-    except (AttributeError, KeyError, RuntimeError):
-        return None
-    return total
 
 
 def registers_windows(group: dist.ProcessGroup) -> bool:

@@ -132,7 +132,7 @@ def test_a_model_takes_little_beside_its_segments_also_where_the_cache_has_the_d
         assert stats.bytes_beyond_segments == taken["windows"] + ours
         assert stats.bytes_without_owner == 0
         if by_engines:
-            causes = {"rendezvous": WINDOW, "windows": WINDOW, "communicators": RESTRICTED}
+            causes = {"rendezvous": WINDOW, "communicators": RESTRICTED + WINDOW}
             assert dict(stats.beyond_segments) == causes
         assert cached == 0 or free > WINDOW
 

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 from doubles import on_devices, state
-from doubles.network import WINDOW
 from ranks import pool_of
 
 import symmplan
@@ -20,9 +19,9 @@ two = pool_of(2, timeout=120)
 
 
 def _held(stats):
-    """Bytes of all segments and of windows, by the device, and of the plan's segments, as told."""
+    """Bytes of all segments, how many windows they have, and bytes that the plan's shall have."""
     assert stats.bytes_without_owner == 0
-    return state().device.segments, state().device.taken["windows"], stats.segment_bytes
+    return state().device.segments, state().network.windows, stats.segment_bytes
 
 
 def _addresses():
@@ -78,7 +77,7 @@ def _graphs(rank, world, choose, captured=False):
 def test_a_backend_has_the_largest_segment_of_its_graphs_only(two, choose):
     for found in two.run(on_devices, _graphs, choose):
         (_, windows, _), *_ = found
-        assert windows == (2 * WINDOW if choose == "copy engine" else WINDOW)
+        assert windows == (2 if choose == "copy engine" else 1)
         assert [nbytes for nbytes, *_ in found] == [nbytes for *_, nbytes in found]
         assert [taken for _, taken, _ in found] == [windows] * 3
         assert found[0][0] < found[1][0] < found[2][0]
@@ -88,7 +87,7 @@ def test_a_segment_stays_of_which_a_cuda_graph_has_addresses(two):
     for found in two.run(on_devices, _graphs, "placed", True):
         first, second, third = (mine for *_, mine in found)
         assert [nbytes for nbytes, *_ in found] == [first, first + second, first + third]
-        assert [taken for _, taken, _ in found] == [WINDOW, 2 * WINDOW, 2 * WINDOW]
+        assert [taken for _, taken, _ in found] == [1, 2, 2]
 
 
 def _steps(rank, world, choose):
@@ -151,7 +150,7 @@ def test_experts_have_the_segment_of_their_last_plan_only(two, captured):
     for found in two.run(on_devices, _experts, captured):
         first, *_, last = (mine for *_, mine in found)
         assert first < last == found[-1][0] - captured * first
-        assert found[0][1] == WINDOW == found[-1][1] - captured * WINDOW
+        assert found[0][1] == 1 == found[-1][1] - captured
 
 
 def _asleep(rank, world):

@@ -44,7 +44,7 @@ def counterparts_over_gloo(group, hosts=2):
     from symmplan.torch_private import nccl
 
     nccl.serves = lambda _: True
-    nccl.subgroup = lambda _, ranks, __: dist.new_group(
+    nccl.subgroup = lambda _, ranks, *__: dist.new_group(
         list(ranks), backend="gloo", use_local_synchronization=True
     )
     pg = group.process_group

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,38 +115,11 @@ def test_what_nobody_took_has_no_owner(monkeypatch):
     assert beyond_segments()["bytes_without_owner"] == 0
 
 
-class _Says:
-    """A communicator that says what it has, where this torch can."""
-
-    def __init__(self, total=None):
-        self.total = total
-
-    def _get_backend(self, _):
-        if self.total is None:
-            raise RuntimeError("NCCL is too old")
-        return SimpleNamespace(memory_stats=lambda: {"total": self.total, "persist": 1})
-
-
-@pytest.mark.parametrize("older", [False, True])
-def test_what_communicators_have_is_read_where_torch_knows_it(monkeypatch, older):
-    driver = _Driver()
-    monkeypatch.setattr(beyond, "device_memory", driver.memory)
-    monkeypatch.setattr(PROCESS, "beyond", {})
-    monkeypatch.setattr(PROCESS, "beyond_before", {})
-    groups = {(0, 1): _Says(20), (0, 1, 2): _Says(None if older else 4)}
-    monkeypatch.setattr(PROCESS, "engines_made", groups)
-    with counting("communicators", CPU):
-        driver.others += 30  # another process is there, too
-    found = beyond_segments()
-    assert dict(found["beyond_segments"]) == {"communicators": 30 if older else 24}
-    assert found["bytes_without_owner"] == (0 if older else 6)
-
-
 def test_the_log_of_a_plan_says_what_else_was_taken(caplog):
     plan = symmplan.plan(Problem.from_intervals([("a", 0, 1, 4096)]))
     with caplog.at_level("INFO", "symmplan"):
-        log_plan("x", plan, (), [("windows", 3 * MiB), ("kernels", 1536)])
-    assert "beyond segments: windows 3 MiB, kernels 1.50 KiB" in caplog.text
+        log_plan("x", plan, (), [("communicators", 3 * MiB), ("kernels", 1536)])
+    assert "beyond segments: communicators 3 MiB, kernels 1.50 KiB" in caplog.text
 
 
 def test_what_failed_is_not_counted(monkeypatch):
@@ -245,7 +217,7 @@ def test_further_communicators_count_by_themselves(monkeypatch):
     with realize(plan, memory="local") as arena:
         assert PROCESS.beyond == {"rendezvous": MiB}
         arena.join({name: {"other": None} for name in arena.segments})
-    assert PROCESS.beyond == {"rendezvous": MiB, "windows": MiB}
+    assert PROCESS.beyond == {"rendezvous": MiB, "communicators": MiB}
 
 
 def test_a_simulated_device_has_nothing_beyond_segments():

@@ -83,12 +83,14 @@ def test_a_communicator_for_copy_engines_has_one_channel_and_is_connected(
     )
     made, reduced = [], []
 
-    def new_group(*_, pg_options, **__):
-        made.append(below := backend(pg_options))
+    def new_group(name, ranks, number, kind, timeout, what, options):
+        assert (ranks, number, kind, timeout, what) == ([0, 1], 3, "nccl", 5, "engines")
+        assert world.bound_device_id is None
+        made.append(below := backend(options))
         return SimpleNamespace(_get_backend=lambda _: below)
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", library, raising=False)
-    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(nccl, "new_group", new_group)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
     monkeypatch.setattr(dist, "all_reduce", lambda _, group: reduced.append(group))
     world = SimpleNamespace(bound_device_id="cuda:0")
@@ -97,7 +99,7 @@ def test_a_communicator_for_copy_engines_has_one_channel_and_is_connected(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     like = SimpleNamespace(_get_backend=lambda _: _Backend(SimpleNamespace(_timeout=5)))
-    group = nccl.copy_engine_group(like, "engines")
+    group = nccl.copy_engine_group(like, "engines", 3)
     wanted = {"cta_policy": 2, **({"min_ctas": 1, "max_ctas": 1} if has_ctas else {})}
     assert vars(config) == wanted
     assert made[0].options._timeout == 5

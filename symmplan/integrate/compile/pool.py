@@ -22,7 +22,7 @@ from symmplan.integrate.compile.plans import group_names, structure_of
 from symmplan.integrate.compile.progress import Progress
 from symmplan.integrate.compile.turns import Shared, released
 from symmplan.memory.streams import synchronize
-from symmplan.place.engines import known_of, register
+from symmplan.place.engines import again, having, known_of, register
 from symmplan.planner.fingerprint import visible
 from symmplan.process import PROCESS
 from symmplan.report.log import LOG
@@ -194,7 +194,7 @@ class Pool:
         shared.crosses = shared.crosses or crosses
         shared.engines.update(engines)
         if shared.engines:
-            self.rendezvous += _meet_engines(shared, named)
+            self.rendezvous += self._meet_engines(shared, named)
         shared.agreed[like] = plan
         return shared, plan
 
@@ -322,7 +322,7 @@ class Pool:
         tell(self.preparation.user, made[0].segment_bytes, asleep=False)
         self.rendezvous += made[1]
         if shared.engines:
-            self.rendezvous += _meet_engines(shared, named)
+            self.rendezvous += self._meet_engines(shared, named)
         return True
 
     def wake_all(self) -> None:
@@ -330,6 +330,24 @@ class Pool:
         for shared in self._shared.values():
             if shared.asleep:
                 self.wake(shared)
+
+    def _meet_engines(self, shared: Shared, groups: dict[str, Any]) -> int:
+        """Register segments with the communicators for copy engines; how many rendezvous it took.
+
+        Collective: yes, over the groups.
+        """
+        needed = having(groups, shared.engines)
+        again(needed, shared.arena.memory, shared.device, self.preparation.options.timeout)
+        found = known_of(groups)
+        gone = shared.engines - {c10d.group_name(group) for group in found.values()}
+        if gone:
+            raise RunError(
+                f"a graph was compiled for communicators that are gone: {sorted(gone)}",
+                expected="the process groups that it was compiled for",
+                got="new process groups with the same names",
+                fix="call torch.compiler.reset(), and compile the model again",
+            )
+        return register(shared.arena, found)
 
     def release(self) -> None:
         """Give all segments back. Idempotent. Collective: no."""
@@ -351,16 +369,3 @@ def _named(shared: Shared) -> dict[str, Any]:
 def _are_known(groups: Iterable[Any]) -> bool:
     """Whether process groups are those of this process yet."""
     return all(group is None or c10d.is_registered(group) for group in groups)
-
-
-def _meet_engines(shared: Shared, groups: dict[str, Any]) -> int:
-    found = known_of(groups)
-    gone = shared.engines - {c10d.group_name(group) for group in found.values()}
-    if gone:
-        raise RunError(
-            f"a graph was compiled for communicators that are gone: {sorted(gone)}",
-            expected="the process groups that it was compiled for",
-            got="new process groups with the same names",
-            fix="call torch.compiler.reset(), and compile the model again",
-        )
-    return register(shared.arena, found)

@@ -37,7 +37,7 @@ class Frozen:
         rendezvous: How many were made for it.
         builder: Builds, for some memory, the expected declared calls in order, and the work at the
             end of each iteration.
-        engines: Whether copy engines run some of the calls.
+        engines: Names of the communicators over which copy engines run calls.
         copies: See `Copy`.
         choices: The measured choices.
         may_rest: Whether it can lie in segments of others; see `symmplan.integrate.eager.turns`.
@@ -54,7 +54,7 @@ class Frozen:
     arena: Arena
     rendezvous: int
     builder: Callable[[Arena], Builder]
-    engines: bool
+    engines: frozenset[str]
     copies: tuple[Copy, ...]
     choices: tuple[Choice, ...]
     may_rest: bool

@@ -28,7 +28,7 @@ from symmplan.integrate.eager.scratch import ScratchMemory
 from symmplan.integrate.eager.settings import Settings, meet
 from symmplan.integrate.eager.turns import may_rest
 from symmplan.place.algorithms import Lowerings
-from symmplan.place.engines import register_known
+from symmplan.place.engines import again, having, register_known
 from symmplan.place.program import place
 from symmplan.planner import plan as plan_problem
 from symmplan.planner.fingerprint import fingerprint
@@ -320,13 +320,14 @@ class IterationRecording:
             program = place(captured, plan, *how, plan.barriers)
         rests = may_rest(captured, plan) and self._others == PROCESS.owners_ran
         rests = rests and not settings.options.debug
-        arena, rendezvous = self._obtain(plan, engines=bool(chosen.engines), rests=rests)
+        engines = frozenset(chosen.engines.values())
+        arena, rendezvous = self._obtain(plan, engines=engines, rests=rests)
         return Frozen(
             program,
             arena,
             rendezvous,
             functools.partial(Builder, self._recorder, program, device, elements),
-            bool(chosen.engines),
+            engines,
             _copies(captured, self._recorder),
             chosen.choices,
             rests,
@@ -334,21 +335,23 @@ class IterationRecording:
             1 if self._before is None else 2,
         )
 
-    def _obtain(self, plan: Plan, *, engines: bool, rests: bool) -> tuple[Arena, int]:
+    def _obtain(self, plan: Plan, *, engines: Collection[str], rests: bool) -> tuple[Arena, int]:
         """Memory for a plan, and how many rendezvous that took.
 
         Args:
             plan: The plan.
-            engines: Whether copy engines run some of its calls.
+            engines: Names of the communicators over which copy engines run its calls.
             rests: Whether it can lie in segments of others.
 
         Collective: yes.
         """
         settings, preparation = self._settings, self._preparation
+        groups, memory = settings.process_groups, preparation.memory
+        again(having(groups, engines), memory, settings.device, settings.options.timeout)
         meet = register_known if engines else _nobody
-        part = self._turns.place(plan, preparation.memory, may=rests)
+        part = self._turns.place(plan, memory, may=rests)
         if part is None:
-            return preparation.obtain(plan, settings.device, settings.process_groups, meet)
+            return preparation.obtain(plan, settings.device, groups, meet)
         try:
             return part, meet(part)
         except BaseException:

@@ -30,6 +30,7 @@ from symmplan.memory.device_memory import device_memory
 from symmplan.memory.meeting.topology import served
 from symmplan.memory.streams import synchronize
 from symmplan.model import Buffer
+from symmplan.place import engines
 from symmplan.runtime.leases import in_use
 from symmplan.runtime.tenants import timed
 
@@ -348,6 +349,8 @@ class Planning:
         def again() -> tuple[Arena, int] | None:
             if preparation.refusal is not None:
                 return None
+            by_engines = {n: memory.reached[n] for n in memory.reached if n in made.by_engines}
+            engines.again(by_engines, preparation.memory, memory.device, self._options.timeout)
             return memory.prepare(made.plan, made.by_engines)
 
         with telling(groups, self._options.timeout), torch.inference_mode(mode=False):

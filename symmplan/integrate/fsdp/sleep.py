@@ -6,9 +6,9 @@
     plan stays, and all ranks obtain its memory again when they wake, or come to the next
     collective: one rendezvous for each segment and group. Nothing is recorded, measured or planned.
 
-    The communicators for copy engines stay. Each is a process group of torch, whose name in the
-    store of the ranks another one would have again, with what is left there of the first. So does
-    what CUDA and the program's communicator have set up for the first registration.
+    Communicators of symmplan's own end, too, once nobody's segments are registered with them, and
+    are made again: see [Note: own communicators] in `symmplan.place.engines`. What the program's
+    own communicator has set up for its first registration stays as long as that lives.
 """
 
 from __future__ import annotations

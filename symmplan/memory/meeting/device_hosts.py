@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from symmplan.coordination.all_gather import all_gather_json
 from symmplan.coordination.exchange import processes_of
 from symmplan.coordination.own import own_work
 from symmplan.errors import BackendError
@@ -25,16 +26,17 @@ from symmplan.memory.beyond import counting
 from symmplan.memory.kernels import as_bytes
 from symmplan.memory.meeting.counterparts import counterparts_of, hosts_of
 from symmplan.memory.meeting.torch_rendezvous import TorchRendezvous
+from symmplan.memory.segment import meetings
 from symmplan.process import PROCESS
 from symmplan.torch_private import c10d, nccl
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from symmplan.coordination.exchange import Exchange
     from symmplan.coordination.groups import Group
 
-__all__ = ["DeviceCounterparts", "DeviceHostsMeeting", "device_counterparts"]
+__all__ = ["DeviceCounterparts", "DeviceHostsMeeting", "device_counterparts", "end_unused"]
 
 
 class DeviceCounterparts:
@@ -45,6 +47,7 @@ class DeviceCounterparts:
         near: The ranks of this one's host, itself among them.
         ranks: The counterparts, itself among them.
         device: This rank's.
+        number: How many there were of the group before, at least; the same on all ranks.
 
     Attributes:
         near: The ranks of this one's host, in the order of the process group ``here``.
@@ -55,7 +58,12 @@ class DeviceCounterparts:
     """
 
     def __init__(
-        self, group: Group, near: Sequence[int], ranks: Sequence[int], device: torch.device
+        self,
+        group: Group,
+        near: Sequence[int],
+        ranks: Sequence[int],
+        device: torch.device,
+        number: int,
     ) -> None:
         # Torch sorts the ranks of a new group. Counterparts come in the order of their hosts.
         self.near, self.ranks = (
@@ -63,7 +71,7 @@ class DeviceCounterparts:
         )
         members = [[group.ranks[r] for r in of] for of in (self.near, self.ranks)]
         self.here, self._across = (
-            nccl.subgroup(group.process_group, of, f"symmplan_{what}")
+            nccl.subgroup(group.process_group, of, f"symmplan_{what}", number)
             for of, what in zip(members, ("host", "counterparts"), strict=True)
         )
         for made in (self.here, self._across):  # which connect when they are first used
@@ -84,6 +92,11 @@ class DeviceCounterparts:
         """Start to send a part to each counterpart; see `Counterparts.exchange`. Collective."""
         parts: dict[str, Any] = {"received": received, "sent": sent}
         return c10d.start_all_to_all(as_bytes(output), as_bytes(source), self._across, **parts)
+
+    def end(self) -> None:
+        """End them. Collective, over ``group``."""
+        for made in (self.here, self._across):
+            nccl.end(made)
 
     def meet(self, token: torch.Tensor) -> None:
         """Meet the counterparts, in the order of the current stream. Collective."""
@@ -158,8 +171,7 @@ def device_counterparts(
         memory: Name of the memory backend.
 
     Raises:
-        BackendError: The group has no NCCL communicator, or its ranks have been in unequally many
-            process groups.
+        BackendError: The group has no NCCL communicator.
 
     Collective: yes, over the group.
     """
@@ -173,20 +185,35 @@ def device_counterparts(
             **group.here,
         )
     found: DeviceCounterparts | None = PROCESS.device_counterparts.get(group.process_group)
-    mine = [found is not None, c10d.known_groups()]
+    of = "hosts", group.ranks
+    mine = [found is not None, PROCESS.communicators_made[of]]
     said = exchange.round(phase, json.dumps(mine).encode(), groups=[group.name])[group.name]
     theirs = [json.loads(text) for text in said]
     if found is not None and all(made for made, _ in theirs):
         return found
-    if any(count != mine[1] for _, count in theirs):
-        raise BackendError(
-            "ranks have created different numbers of process groups, from which torch derives "
-            "the names of new groups",
-            fix="create the same process groups on all ranks of the group",
-            **group.here,
-        )
+    number = max(number for _, number in theirs)
     hosts = [process.host for process in processes_of(group.process_group)]
     with counting("communicators", device):
-        made = DeviceCounterparts(group, *counterparts_of(hosts, group.rank), device)
+        made = DeviceCounterparts(group, *counterparts_of(hosts, group.rank), device, number)
+    PROCESS.communicators_made[of] = number + 1
     PROCESS.device_counterparts[group.process_group] = made
     return made
+
+
+def end_unused(groups: Mapping[str, Any], timeout: float) -> None:
+    """End the communicators of groups on several hosts with which no segment is registered.
+
+    Args:
+        groups: ``{name: process group}``, in the same order on all ranks of each. Nothing runs over
+            their communicators.
+        timeout: Seconds that ranks wait for each other.
+
+    Collective: yes, over those of the groups that have some.
+    """
+    found = {n: g for n, g in groups.items() if g in PROCESS.device_counterparts}
+    met = [id(meeting.counterparts) for meeting in meetings()]
+    used = {name: id(PROCESS.device_counterparts[group]) in met for name, group in found.items()}
+    told = all_gather_json("communicators in use", used, found, timeout)
+    for name, group in found.items():
+        if not any(told[name]):
+            PROCESS.device_counterparts.pop(group).end()

@@ -126,7 +126,9 @@ COPY_ENGINES = Seam(
     "speed",
     'choose="copy engine" works',
     RUNS,
-    names(f"{_C10D}:ProcessGroupNCCL", "NCCL_CTA_POLICY_ZERO Options._timeout"),
+    names(f"{_C10D}:ProcessGroupNCCL", "NCCL_CTA_POLICY_ZERO Options._timeout")
+    + names(_C10D, "_new_process_group_helper _get_default_store PrefixStore")
+    + names(f"{_C10D}:_world", "pg_group_ranks"),
     undone="the default group's device is bound again when the new group is there",
     only_with=f"{_C10D}:ProcessGroupNCCL",
 )

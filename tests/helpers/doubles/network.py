@@ -7,31 +7,27 @@ result when somebody waits for it.
 
 from __future__ import annotations
 
-import collections
 import itertools
 import os
 import warnings
 import weakref
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from attrs import define, field
-from torch.distributed import distributed_c10d
 
 from doubles.capacity import mapping_of
 from doubles.gloo import RUNS, reduction_of
 from doubles.streams import Event, Stream, join, put, streams, touch
 from symmplan.place.collectives import NCCL
 from symmplan.torch_private import c10d as names
+from symmplan.torch_private.nccl import group_name
 
 MiB = 1 << 20
 CPU = torch.device("cpu")
 #: Bytes of a device that a communicator takes when it is first used, by whether it is restricted to
-#: one channel; and of a window.
+#: one channel; and for its first window, until it ends.
 BYTES, RESTRICTED, WINDOW = 466 * MiB, 22 * MiB, 40 * MiB
-#: How many groups of the same ranks were made.
-_MADE: collections.Counter = collections.Counter()
 
 
 @define(eq=False)
@@ -94,7 +90,7 @@ class Network:
         self.allocations = []
         #: Its own among them; and what this process has mapped of its peers.
         self._files, self.peers = [], []
-        self._of = weakref.WeakKeyDictionary()
+        self._of, self._made = weakref.WeakKeyDictionary(), []
         self._works, self._numbers = [], itertools.count()
         self._library = None
 
@@ -112,31 +108,43 @@ class Network:
     def copy_engine_options(self):
         raise AssertionError("gloo has no such options: copy_engine_group makes such groups")
 
-    def subgroup(self, like, ranks, what):
-        # Torch would give it a name that a group had which is gone, and whose addresses are still
-        # in the store: a rank that connects to these does not find its peer.
-        ranks = [*ranks]
-        name = f"{what} {ranks} {_MADE[tuple(ranks)]}"
-        _MADE[tuple(ranks)] += 1
-        with mock.patch.object(distributed_c10d, "_process_group_name", return_value=name):
-            group = dist.new_group(
-                ranks, backend="gloo", use_local_synchronization=True, group_desc=what
-            )
+    group_name = staticmethod(group_name)
+
+    def subgroup(self, like, ranks, what, number):
+        limit = like._get_backend(CPU).options._timeout
+        group = names.new_group(group_name(what, ranks), ranks, number, "gloo", limit, what)
+        self._made.append(group)
         self.communicator(group)
         return group
 
-    def copy_engine_group(self, like, what):
-        group = self.subgroup(like, dist.get_process_group_ranks(like), what)
+    def copy_engine_group(self, like, what, number):
+        group = self.subgroup(like, dist.get_process_group_ranks(like), what, number)
         found = self.communicator(group)
         found.engines = found.restricted = True
         self.used(group)
         return group
 
-    def communicator_bytes(self, groups):
-        return sum(self.communicator(group).nbytes for group in groups)
+    def end(self, group):
+        """End a communicator, of which no windows are left.
 
-    def registers_windows(self, group):
-        return True
+        Raises:
+            RuntimeError: It has some.
+        """
+        found = self._of.pop(group)
+        if any(found.windows):
+            self.refuse("NCCL error: invalid usage: windows are registered with the communicator")
+        self.device.give("communicators", found.nbytes)
+        if found.windows:
+            self.device.give("windows", WINDOW)
+        self._made.remove(group)
+        dist.destroy_process_group(group)
+
+    @property
+    def windows(self):
+        """How many windows there are."""
+        return sum(w is not None for of in self._of.values() for w in of.windows)
+
+    registers_windows = staticmethod(lambda _: True)
 
     def allocate(self, nbytes, device):
         """An allocation that can be registered, and that peers can map; see `share`.
@@ -165,7 +173,8 @@ class Network:
         if block in found.windows:
             self.refuse("NCCL error: invalid usage: the memory is registered already")
         self.agree(group, [block.nbytes, *(n for n, w in enumerate(found.windows) if w)])
-        self.device.take("windows", WINDOW)
+        if not found.windows:
+            self.device.take("windows", WINDOW)
         place = found.windows.index(None) if None in found.windows else len(found.windows)
         found.windows[place : place + 1] = [block]
         return place + 1
@@ -180,7 +189,6 @@ class Network:
         if not 0 < window <= len(found.windows) or found.windows[window - 1] is None:
             self.refuse("NCCL error: invalid usage: there is no such window")
         found.windows[window - 1] = None
-        self.device.give("windows", WINDOW)
 
     # What replaces `symmplan.torch_private.peers`.
 
@@ -251,6 +259,8 @@ class Network:
 
     def uninstall(self):
         self._library._destroy()
+        for group in filter(names.is_registered, self._made):  # others may have their names
+            dist.destroy_process_group(group)
 
     def _kernel(self, schema, kind, run):
         def kernel(*args, **kwargs):

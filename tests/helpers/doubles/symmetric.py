@@ -97,7 +97,8 @@ class SymmetricMemory:
                 self.network.refuse("NCCL has no communicator yet: run a collective first")
             self.network.agree(group, [len(communicator.windows), block.nbytes])
             if block not in communicator.windows:
-                self.device.take("windows", WINDOW)
+                if not communicator.windows:
+                    self.device.take("windows", WINDOW)
                 communicator.windows.append(block)
         told = exchanged(group, (os.getpid(), file, block.nbytes, block.begin))
         if any(nbytes != block.nbytes for _, _, nbytes, _ in told):

@@ -13,6 +13,7 @@ from ranks import pool_of
 import symmplan
 from symmplan.errors import BackendError, RunError
 from symmplan.memory.backends import shm
+from symmplan.process import PROCESS
 
 pytestmark = pytest.mark.ranks
 
@@ -62,11 +63,11 @@ def _same(left, right):
     return all(torch.allclose(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
 
 
-def _turns(rank, world, inner, wakes, **options):
+def _turns(rank, world, inner, wakes, choose="placed", **options):
     torch._dynamo.reset()
     layer = Layer()
     expected = [_step(layer, turn, rank) for turn in range(8)]
-    backend = symmplan.backend(inner=inner, timeout=30.0, choose="placed", **options)
+    backend = symmplan.backend(inner=inner, timeout=30.0, choose=choose, **options)
     compiled, wrong = torch.compile(layer, backend=backend), []
     backend.sleep()  # nothing is compiled yet
     backend.wake()
@@ -81,6 +82,7 @@ def _turns(rank, world, inner, wakes, **options):
             assert backend.asleep
             assert backend.stats.segment_bytes == 0 < had.segment_bytes
             assert not segments_of_plans()
+            assert not PROCESS.engines_made
             if wakes:
                 backend.wake()
                 backend.wake()
@@ -104,21 +106,28 @@ def test_graphs_run_on_in_new_memory(two, inner, wakes):
         assert plans == results[0][2]
 
 
-def _on_devices(rank, world, memory):
+def _on_devices(rank, world, memory, choose):
     def run(rank, world):
-        wrong, stats, _ = _turns(rank, world, "eager", wakes=False, memory=memory)
+        torch.distributed.all_reduce(torch.ones(1))  # the program's communicator is there before
+        had = state().device.taken["communicators"]
+        wrong, stats, _ = _turns(rank, world, "eager", False, choose, memory=memory)
         gc.collect()
-        return wrong, stats, state().device.segments
+        copies = sum("PtoP" in name for name in state().kernels)
+        more = state().device.taken["communicators"] - had
+        return wrong, stats, state().device.segments, more, copies
 
     return on_devices(rank, world, run)
 
 
-@pytest.mark.parametrize("memory", ["nccl", "cuda"])
-def test_graphs_on_devices_give_their_segments_back(two, memory):
-    for wrong, stats, nbytes in two.run(_on_devices, memory):
+@pytest.mark.parametrize(
+    ("memory", "choose"), [("nccl", "placed"), ("nccl", "copy engine"), ("cuda", "placed")]
+)
+def test_graphs_on_devices_give_segments_and_communicators_back(two, memory, choose):
+    for wrong, stats, *nbytes, copies in two.run(_on_devices, memory, choose):
         assert wrong == []
         assert stats.sleeps == 4
-        assert nbytes == 0
+        assert nbytes == [0, 0]
+        assert (copies > 8) == (choose == "copy engine")  # also after it slept
 
 
 def _refused(rank, world):

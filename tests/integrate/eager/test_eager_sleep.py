@@ -15,6 +15,7 @@ from ranks import pool_of
 import symmplan
 from symmplan.errors import BackendError, RunError
 from symmplan.memory.backends import shm
+from symmplan.process import PROCESS
 
 pytestmark = pytest.mark.ranks
 
@@ -34,10 +35,10 @@ def program(x):
     return (gather(gather(x).sum() + made) * 3).sum().item()
 
 
-def _turns(rank, world, wakes, **options):
+def _turns(rank, world, wakes, choose="placed", **options):
     expected = [program(torch.full((4, 8), float(turn + rank))) for turn in range(8)]
     found, prints = [], set()
-    with symmplan.eager(choose="placed", timeout=30.0, **options) as session:
+    with symmplan.eager(choose=choose, timeout=30.0, **options) as session:
         session.sleep()  # nothing is planned yet
         session.wake()
         for turn in range(8):
@@ -52,6 +53,7 @@ def _turns(rank, world, wakes, **options):
                 assert session.asleep
                 assert session.stats.segment_bytes == 0 < had
                 assert not segments_of_plans()
+                assert not PROCESS.engines_made
                 if wakes:
                     session.wake()
                     session.wake()
@@ -72,21 +74,28 @@ def test_a_session_follows_the_same_plan_in_new_memory(two, wakes):
         assert (stats.recorded, stats.iterations) == (2, 8)
 
 
-def _on_devices(rank, world, memory):
+def _on_devices(rank, world, memory, choose):
     def run(rank, world):
-        found = _turns(rank, world, wakes=False, memory=memory)
+        torch.distributed.all_reduce(torch.ones(1))  # the program's communicator is there before
+        had = state().device.taken["communicators"]
+        found = _turns(rank, world, False, choose, memory=memory)
         gc.collect()
-        return *found, state().device.segments
+        copies = sum("PtoP" in name for name in state().kernels)
+        more = state().device.taken["communicators"] - had
+        return *found, state().device.segments, more, copies
 
     return on_devices(rank, world, run)
 
 
-@pytest.mark.parametrize("memory", ["nccl", "cuda"])
-def test_a_session_on_devices_gives_its_segments_back(two, memory):
-    for right, plans, stats, nbytes in two.run(_on_devices, memory):
+@pytest.mark.parametrize(
+    ("memory", "choose"), [("nccl", "placed"), ("nccl", "copy engine"), ("cuda", "placed")]
+)
+def test_a_session_on_devices_gives_segments_and_communicators_back(two, memory, choose):
+    for right, plans, stats, *nbytes, copies in two.run(_on_devices, memory, choose):
         assert right
         assert (plans, stats.sleeps) == (1, 4)
-        assert nbytes == 0  # the last turn left it asleep
+        assert nbytes == [0, 0]  # the last turn left it asleep
+        assert copies == (2 * 7 if choose == "copy engine" else 0)  # also after it slept
 
 
 def _refused(rank, world):

@@ -10,6 +10,7 @@ import attrs
 import pytest
 import torch
 from doubles import on_devices, state
+from doubles.network import WINDOW
 from doubles.streams import capture
 from fsdp_models import Net, Trace, batch, differences, mesh, sgd, shard, train_step
 from ranks import pool_of
@@ -19,6 +20,7 @@ import symmplan
 from symmplan.device import device_of
 from symmplan.errors import BackendError, ReleasedError, RunError
 from symmplan.memory.backends import shm
+from symmplan.process import PROCESS
 
 pytestmark = pytest.mark.ranks
 
@@ -114,15 +116,17 @@ def _taken():
         pytest.param("cuda", "push", 1, marks=pytest.mark.further),
     ],
 )
-def test_a_device_has_its_bytes_back_but_for_communicators(two, memory, choose, meetings):
+def test_a_device_has_its_bytes_back_and_those_of_communicators(two, memory, choose, meetings):
     options = {"held": _taken, "memory": memory, "turns": 4}
     for found in two.run(_on_devices, choose, options):
         judge(found, meetings, 4)
         (segments, beyond), *others = found["held"]
         assert segments == 0
         assert others == [(segments, beyond)] * 3  # nothing grows
-        causes = dict(found["stats"]["beyond_segments"])
-        assert beyond - found["before"][1] <= causes.get("communicators", 0)
+        # What stays is of the program's own communicator, as long as that lives.
+        stays = WINDOW if memory == "nccl" else 0
+        assert beyond - found["before"][1] == stays
+        assert dict(found["stats"]["beyond_segments"]).get("rendezvous", 0) == stays
 
 
 def _on_devices(rank, world, choose, options):
@@ -132,6 +136,53 @@ def _on_devices(rank, world, choose, options):
         return _turns(rank, world, choose, wakes=False, **options)
 
     return on_devices(rank, world, run, counted=True)
+
+
+def _share_communicators(rank, world):
+    """Two models and a session sleep one after the other: which communicators there are, and bits.
+
+    All run over one communicator for copy engines.
+    """
+    found, over = [], {"choose": "copy engine", "memory": "nccl", "timeout": 30.0}
+    name, x = torch.distributed.group.WORLD.group_name, torch.arange(4096.0) + rank
+
+    def gathered():
+        gather = torch.ops._c10d_functional.all_gather_into_tensor
+        return torch.ops._c10d_functional.wait_tensor(gather(x * 2, world, name)).sum()
+
+    def trained(act, apply):
+        trace, models = Trace(), []
+        for number in range(2):
+            torch.manual_seed(number)
+            models.append(shard(Net()))
+        handles = [apply(model) for model in models]
+        optimizers = [sgd(model) for model in models]
+        for turn in range(6):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                train_step(model, optimizer, trace, turn, rank)
+            trace.add("gathered", gathered())
+            act(turn, handles)
+        return trace, handles
+
+    def act(turn, handles):
+        session.step()
+        a, b = handles
+        for each in [(), (a,), (session,), (b, a), (), (b, session, a)][turn]:
+            each.sleep()
+        found.append(len(PROCESS.engines_made))
+
+    plain, _ = trained(lambda *_: None, lambda _: None)
+    with symmplan.eager(**over) as session:
+        planned, handles = trained(act, lambda model: symmplan.fsdp.apply(model, **over))
+    for handle in handles:
+        handle.remove()
+    return found, differences(plain, planned), state().network.refused
+
+
+def test_a_communicator_stays_while_a_program_that_is_awake_runs_over_it(two):
+    for found, wrong, refused in two.run(on_devices, _share_communicators):
+        assert wrong == refused == []
+        assert found == [1, 1, 1, 1, 1, 0]
 
 
 def _refused(rank, world):
