@@ -11,7 +11,9 @@
 All sides get the same rows, and must return the same bits.
 
 ``dispatch`` includes the exchange of counts. ``layers`` is forward and backward of layers whose
-experts are two matrix products. If routes are padded, the experts also compute on the padding.
+experts are two matrix products. On devices they are grouped, so that nothing is computed on the
+padding of routes. ``shared`` is the same with a shared expert for all rows of a rank, which runs
+while they are dispatched.
 A size whose tensors do not fit the device is left out, and the output says so.
 Routes are uneven and change in each round. Sides alternate. The time of a round is that of its
 slowest rank. The results are medians. On devices dispatch and combine run several times per round,
@@ -21,7 +23,7 @@ and the host time is the time until all calls have returned.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from symmplan.bench.parts import command, timing
 from symmplan.bench.parts.command import Option
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    #: Rows that go to each rank and that come from each, and how many come, on the device.
+    _Known: TypeAlias = tuple[list[int], list[int], torch.Tensor]
+
 __all__ = ["add_arguments", "render", "run"]
 
 _WARM_UP = 3
@@ -41,7 +46,7 @@ _WARM_UP = 3
 _OFTEN = {"cuda": 20, "cpu": 1}
 #: How many sides a device has.
 _SIDES = 5
-_SHAPES = ("dispatch", "combine", "layers")
+_SHAPES = ("dispatch", "combine", "layers", "shared")
 _OPTIONS = (
     Option(
         "tokens",
@@ -135,7 +140,10 @@ def _bytes_of(what: str, tokens: int, settings: dict[str, Any]) -> int:
     experts = 2 * settings["layers"] * settings["width"] ** 2
     # Each side has rows and a result; three have a segment, for what comes and what returns.
     nbytes: int = sent + experts + _SIDES * 2 * received + 3 * 2 * received
-    if what == "layers":  # saved for backward, once more for the graph, which keeps its memory
+    if what in (
+        "layers",
+        "shared",
+    ):  # saved for backward, once more for the graph, which keeps its memory
         nbytes += 2 * settings["layers"] * (4 * received + 2 * sent)
     return nbytes
 
@@ -225,7 +233,7 @@ class _Layers:
         rounds = range(settings["rounds"] + _WARM_UP)
         made = [_counts(tokens, settings["ranks"], generator) for _ in rounds]
         self.counts = [counts.to(self.device) for counts in made]
-        self.often = 1 if what == "layers" else _OFTEN[self.device.type]
+        self.often = _OFTEN[self.device.type] if what in ("dispatch", "combine") else 1
         self.what = what
 
 
@@ -259,10 +267,10 @@ class _Exchanging:
         for _ in range(work.often):
             if work.what == "combine":
                 made = via.combine(self._inside, self._routes)
-            elif work.what == "layers":
-                made = self._layers()
-            else:
+            elif work.what == "dispatch":
                 made = via.dispatch(work.source, via.routes(self._counts, **self._more))
+            else:
+                made = self._layers()
             if isinstance(via, _Plain):  # as its user would
                 made = waited(made)
         return made  # type: ignore[no-any-return]
@@ -275,10 +283,37 @@ class _Exchanging:
         x = rows
         for weight in self._work.experts:
             routes = via.routes(self._counts, **self._more)
-            inside = via.dispatch(x, routes)
-            x = x + via.combine(torch.relu(inside @ weight) @ weight, routes)
+            ends, passed = self._ends(routes), x
+            if self._work.what == "shared":
+                wait = self._started(x, routes)
+                passed = x + torch.relu(x @ weight) @ weight
+                inside = wait()
+            else:
+                inside = via.dispatch(x, routes)
+            inner = torch.relu(_product(inside, weight, ends))
+            x = passed + via.combine(_product(inner, weight, ends), routes)
         (gradient,) = torch.autograd.grad(x.sum(), rows)
         return gradient
+
+    def _started(self, rows: torch.Tensor, routes: Any) -> Callable[[], torch.Tensor]:
+        """Start a dispatch; what is returned waits for the rows."""
+        from symmplan.torch_private.benches import waited
+
+        if not isinstance(self._via, _Plain):
+            return self._via.dispatch(rows, routes, async_op=True).wait  # type: ignore[no-any-return]
+        made = self._via.dispatch(rows, routes)
+        return lambda: waited(made)
+
+    def _ends(self, routes: Any) -> torch.Tensor:
+        """Behind how many rows those end that have come; on the device."""
+        import torch
+
+        if isinstance(routes, tuple):
+            ends: torch.Tensor = routes[2]
+        else:
+            received = torch.as_tensor(routes.received, device=self._work.device)
+            ends = received.sum(0, keepdim=True, dtype=torch.int32)
+        return ends
 
 
 class _Graph(_Exchanging):
@@ -309,6 +344,16 @@ class _Graph(_Exchanging):
         return self._made
 
 
+def _product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """What one expert makes of its rows; nothing of those behind them, where devices can."""
+    if rows.device.type != "cuda":
+        return rows @ weight
+    from torch.nn.functional import grouped_mm
+
+    made: torch.Tensor = grouped_mm(rows, weight[None], offs=ends)
+    return made
+
+
 def _counts(tokens: int, size: int, generator: torch.Generator) -> torch.Tensor:
     """How many rows go to each rank: uneven, by up to a half."""
     import torch
@@ -330,18 +375,19 @@ class _Plain:
         self.turn = 0
         self._told = [self._exchanged(counts) for counts in told]
 
-    def routes(self, counts: torch.Tensor) -> tuple[list[int], list[int]]:
+    def routes(self, counts: torch.Tensor) -> _Known:
         return self._told[self.turn] if self._told else self._exchanged(counts)
 
-    def _exchanged(self, counts: torch.Tensor) -> tuple[list[int], list[int]]:
+    def _exchanged(self, counts: torch.Tensor) -> _Known:
         import torch
         import torch.distributed as dist
 
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts)
-        return counts.tolist(), received.tolist()
+        ends = received.sum(0, keepdim=True, dtype=torch.int32)
+        return counts.tolist(), received.tolist(), ends
 
-    def dispatch(self, rows: torch.Tensor, routes: tuple[list[int], list[int]]) -> torch.Tensor:
+    def dispatch(self, rows: torch.Tensor, routes: _Known) -> torch.Tensor:
         import torch.distributed as dist
 
         from symmplan.torch_private.benches import all_to_all_single_autograd
@@ -350,5 +396,6 @@ class _Plain:
         made: torch.Tensor = all_to_all_single_autograd(rows, routes[1], routes[0], group)
         return made
 
-    def combine(self, rows: torch.Tensor, routes: tuple[list[int], list[int]]) -> torch.Tensor:
-        return self.dispatch(rows, (routes[1], routes[0]))
+    def combine(self, rows: torch.Tensor, routes: _Known) -> torch.Tensor:
+        sent, received, ends = routes
+        return self.dispatch(rows, (received, sent, ends))

@@ -25,15 +25,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Mark",
+    "Queued",
+    "behind",
     "beside",
     "mark",
     "off_default_stream",
+    "queued_on",
     "synchronize",
     "wait_for",
 ]
 
 #: See `mark`.
 Mark: TypeAlias = tuple[Device, int, Any]
+#: A stream that work was queued on, and the number of the capture that it belongs to.
+Queued: TypeAlias = tuple[Any, int]
 
 
 def mark(done: Any, device: Device, stream: Any = None) -> Mark:
@@ -45,6 +50,24 @@ def mark(done: Any, device: Device, stream: Any = None) -> Mark:
         stream: Which, the current one if None.
     """
     return device, device.capture_of(stream), done
+
+
+def queued_on(stream: Any, device: Device) -> Queued | None:
+    """Where work was just queued, for `behind`; ``stream`` is the current one, None on the CPU."""
+    return None if stream is None else (stream, device.capture_of())
+
+
+def behind(queued: Queued | None, device: Device) -> Any:
+    """Let the current stream, which is returned, run behind what was queued, without a mark of it.
+
+    It also waits for what that stream was given since; see [Note: captured steps].
+    """
+    stream = device.current_stream()
+    if queued is not None and queued[0] != stream:
+        before, number = queued
+        if number == device.capture_of() == device.capture_of(before):
+            stream.wait_stream(before)
+    return stream
 
 
 def wait_for(marks: Sequence[Mark]) -> None:

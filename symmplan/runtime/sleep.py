@@ -77,6 +77,8 @@ def give_back(
         give_back_together(arenas, engines.with_known(groups), timeout)
         engines.end_unused(groups, timeout)
         device_hosts.end_unused(groups, timeout)
+        # A driver has bytes back once the peers do not map them any more.
+        all_gather_json("given back", dict.fromkeys(groups), groups, timeout)
     tell(user, nbytes, asleep=True)
 
 

@@ -46,7 +46,8 @@ def test_sizes_that_do_not_fit_the_device_are_left_out(monkeypatch):
         ("dispatch", 65536),
         ("combine", 65536),
     ]
-    (row,) = found["left_out"]
+    row, other = found["left_out"]
+    assert (other["what"], other["tokens"]) == ("shared", 65536)
     assert (row["what"], row["tokens"], row["free"]) == ("layers", 65536, 16 * GiB)
     assert row["needs"] > 16 * GiB
     assert "left out: layers of 65536 tokens, " in moe._too_large(row)

@@ -12,6 +12,7 @@ from expert_programs import (
     no_synchronization,
     overflows,
     padded_calls,
+    wider_rows,
     wrong_counts,
 )
 from test_moe import random_calls
@@ -133,3 +134,9 @@ def test_kernels_see_counts_that_are_none(pool):
 
 def test_kernels_give_up_where_a_rank_does_not_come(pool):
     assert pool.run(missing_rank, "cuda") == [(1,), None]
+
+
+def test_kernels_see_that_a_rank_alone_has_wider_rows(pool):
+    first, last = pool.run(wider_rows, "cuda")
+    assert first == [((1,), True)] * 2
+    assert last == [((0,), True)] * 2

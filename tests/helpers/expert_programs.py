@@ -280,6 +280,36 @@ def missing_rank(rank, world_size, kind="cpu"):
     return missing
 
 
+def wider_rows(rank, world_size, kind="cpu"):
+    """The last rank alone passes wider rows; whose, by what each rank's errors say, and when.
+
+    Ranks in shared memory compare their calls before they move anything.
+    """
+    import torch.distributed as dist
+
+    device, found = here(kind), []
+    counts = torch.tensor([8 // world_size] * world_size, device=device)
+    for more in (2, 1.5):
+        experts = symmplan.expert_parallel(max_tokens=16, choose="symmetric", timeout=20.0)
+        routes = experts.routes(counts, rows=8)
+        experts.dispatch(torch.ones(8, 64, device=device), routes)  # there is room for these
+        rows = torch.ones(8, 16, device=device)
+        experts.combine(experts.dispatch(rows, routes).new_zeros(16, 16), routes)
+        wide = torch.ones(8, int(16 * more) if rank == world_size - 1 else 16, device=device)
+        if kind == "cpu":  # as on devices, where only kernels meet
+            experts._slot._algorithms[wide[0].nbytes, True] = "symmetric"
+
+        def differs(experts=experts, wide=wide, routes=routes):
+            experts.dispatch(wide, routes)
+            experts.check()
+
+        error = raised(symmplan.errors.RunError, differs)
+        found.append((error.ranks, "rows of another size" in error.what))
+        dist.barrier()
+        experts.release()
+    return found
+
+
 def graphs(rank, world_size, seeds, apart):
     """Steps in a CUDA graph, forward and backward, whose routes change from replay to replay."""
     import torch.distributed as dist

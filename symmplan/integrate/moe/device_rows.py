@@ -17,7 +17,7 @@ from symmplan.errors import PeerTimeoutError, RunError
 from symmplan.memory.kernels import as_bytes, word_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from symmplan.coordination.groups import Group
     from symmplan.errors import SymmplanError
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceRows", "has_kernels", "signals_nbytes"]
 
-#: Programs of a kernel, on devices and where Triton interprets; equal on all ranks.
-_PROGRAMS = {"cuda": 32, "cpu": 2}
+#: Programs that send, that move what a rank keeps, and that take out, on devices and where Triton
+#: interprets: ``[whether the program has other work meanwhile]``.
+_PROGRAMS = {"cuda": ((32, 32, 128), (32, 8, 32)), "cpu": ((2, 1, 2), (2, 1, 2))}
 #: Bytes that a program copies at a time, and its warps.
 _BLOCK, _WARPS = 32 * 1024, 16
 #: How often a waiting program looks in a second, about.
@@ -51,7 +52,7 @@ def _kernels() -> Any:
 
 def signals_nbytes(ranks: int) -> int:
     """Bytes of a rank's signals; see [Note: signals] in `symmplan.integrate.moe.rows_kernel`."""
-    return 8 * (3 * ranks + 2 * ranks * (ranks + 1))
+    return 8 * (4 * ranks + 2 * ranks * (ranks + 1))
 
 
 class DeviceRows:
@@ -88,6 +89,7 @@ class DeviceRows:
         self._told = torch.zeros(2, dtype=torch.int64, pin_memory=kind_of(device).pins_memory)
         self._limit = min(int(timeout * _LOOKS[device.type]), 2**31 - 1)
         self._timeout = timeout
+        self._compiled: dict[Any, Any] = {}
         self._padded_size = 1 << (group.size - 1).bit_length()
         peers[group.rank][signals.offset : signals.end].zero_()
         meeting.barrier()
@@ -103,17 +105,20 @@ class DeviceRows:
         """
         size = self._group.size
         made = torch.empty(size, size + 1, dtype=torch.int64, device=self._device)
-        with device_of(self._device).current():
-            _kernels().exchange_counts[(1,)](
-                *(counts, made, self._addresses, self._state, self._told),
-                *(self._group.rank, size, rows, self._signals, self._limit),
-                RANKS=self._padded_size,
-                num_warps=4,
-            )
+        given = counts, made, self._addresses, self._state, self._told
+        numbers = self._group.rank, size, rows, self._signals, self._limit
+        constants = {"RANKS": self._padded_size}
+        self._launch("exchange_counts", 1, (*given, *numbers), constants, 4)
         return made
 
     def push(
-        self, result: torch.Tensor, rows: torch.Tensor, routes: Routes | PaddedRoutes, room: int
+        self,
+        result: torch.Tensor,
+        rows: torch.Tensor,
+        routes: Routes | PaddedRoutes,
+        room: int,
+        *,
+        apart: bool,
     ) -> Callable[[], None]:
         """Start an exchange on the current stream.
 
@@ -122,6 +127,7 @@ class DeviceRows:
             rows: What it sends.
             routes: Who sends how many to whom.
             room: How many rows a rank may get.
+            apart: Whether the program has other work until it ends.
 
         Returns:
             What ends it, on the stream that is current then, behind this one. Before the next one
@@ -137,27 +143,50 @@ class DeviceRows:
         table = routes.on_device(self._device)
         steps = (group.size + 1, 1) if routes.out else (1, group.size + 1)
         where = (table, self._addresses, self._state, self._told, group.rank, group.size)
+        senders, keepers, takers = _PROGRAMS[self._device.type][apart]
         constants = {
             "RANKS": self._padded_size,
             "ALIGN": 2 if kind is torch.int64 and not width % 2 else 1,
+            "ITEM": kind.itemsize,
             "BLOCK": _BLOCK // kind.itemsize,
-            "PROGRAMS": _PROGRAMS[self._device.type],
-            "num_warps": _WARPS,
+            "WHOLE": _kernels().WHOLE,
         }
-        grid = (_PROGRAMS[self._device.type],)
+        sending = {**constants, "SENDERS": senders, "KEEPERS": keepers}
+        taking = {**constants, "PROGRAMS": takers}
         there = (self._slot, self._signals, self._limit)
-        with device_of(self._device).current():
-            _kernels().push_rows[grid](
-                given, made, *where, *steps, room, width, *there, **constants
-            )
+        args = (given, made, *where, *steps, room, width, result.shape[0], *there)
+        self._launch("push_rows", senders + keepers, args, sending, _WARPS)
 
         def take() -> None:
-            with device_of(self._device).current():
-                _kernels().take_rows[grid](
-                    made, *where, *steps, room, width, result.shape[0], *there, **constants
-                )
+            args = (made, *where, *steps, room, width, *there)
+            self._launch("take_rows", takers, args, taking, _WARPS)
 
         return take
+
+    def _launch(
+        self, name: str, programs: int, args: Sequence[Any], constants: dict[str, int], warps: int
+    ) -> None:
+        """Launch a kernel, past Triton's look at all arguments where it has seen such before.
+
+        Args:
+            name: Its name.
+            programs: How many there are.
+            args: Its arguments. Of the first three, tensors, Triton asks for the type and whether
+                they begin at 16 bytes. The others are alike in all calls of its name.
+            constants: Its constants, in their order.
+            warps: Of a program.
+        """
+        begins = ((x.dtype, x.data_ptr() % 16 == 0) for x in args[:3])
+        key = (name, *begins, *constants.values())
+        known = self._compiled.get(key)
+        with device_of(self._device).current():
+            if known is not None:
+                known[programs, 1, 1](*args, *constants.values())
+                return
+            kernel = getattr(_kernels(), name)
+            made = kernel[programs, 1, 1](*args, **constants, num_warps=warps)
+            if hasattr(made, "packed_metadata"):  # not where Triton interprets
+                self._compiled[key] = made
 
     def fault(self) -> SymmplanError | None:
         """What kernels have found wrong so far; None if nothing. The host waits for nothing."""
@@ -180,6 +209,15 @@ class DeviceRows:
                 expected="non-negative numbers of rows, with a sum of at most the rows that exist",
                 got="other numbers, which only the device knows",
                 fix="pass how many rows go to each rank of the group",
+                **here,
+                ranks=(value,),
+            )
+        if code == kernels.WIDTHS:
+            return RunError(
+                f"rank {value} came to an exchange with rows of another size",
+                expected="rows of one shape and type on all ranks",
+                got="rows of more bytes, or of fewer",
+                fix="pass rows of the same width and dtype on every rank",
                 **here,
                 ranks=(value,),
             )

@@ -34,7 +34,7 @@ from symmplan.integrate.moe.routes import (
 )
 from symmplan.integrate.moe.slot import RowSlot
 from symmplan.memory.beyond import beyond_segments
-from symmplan.memory.streams import mark, synchronize, wait_for
+from symmplan.memory.streams import behind, queued_on, synchronize
 from symmplan.runtime.executor import executor
 from symmplan.runtime.handles import OfOneProcess
 from symmplan.runtime.options import whole
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from symmplan.choose.choice import Choice
     from symmplan.errors import SymmplanError
+    from symmplan.memory.streams import Queued
     from symmplan.model import Plan
     from symmplan.runtime.options import Options
 
@@ -71,7 +72,7 @@ class ExpertParallel(OfOneProcess):
         #: What was started and not yet waited for; see [Note: one after the other].
         self._open: RowExchange | None = None
         self._side: Any = None
-        self._last: list[Any] = []  # marks of the last start or end
+        self._last: Queued | None = None  # the last start or end
         self._executor = executor(lambda: [self.plan], self._slot.let_go, self._slot.known)
         self._counts: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
@@ -165,7 +166,7 @@ class ExpertParallel(OfOneProcess):
         """
         self._usable()
         slot, group = self._slot, self._group
-        wait_for(self._last)
+        stream = behind(self._last, device_of(self._device))
         if rows is None:
             if not self._executor.serves:
                 return assumed_routes(counts, group, slot.rows)
@@ -186,7 +187,7 @@ class ExpertParallel(OfOneProcess):
             table = torch.zeros(group.size, group.size + 1, dtype=torch.int64, device=self._device)
         elif slot.kernels is not None:
             table = slot.kernels.table(counts_of(counts, group, self._device), rows)
-            self._ended()
+            self._last = queued_on(stream, device_of(self._device))
         else:
             said = exchange_routes(counts, group, self._device, self._meeting(), rows)
             self._met()
@@ -316,9 +317,11 @@ class ExpertParallel(OfOneProcess):
             if self._executor.serves:
                 started.stream = device_of(self._device).current_stream()
                 with self._apart() if apart else contextlib.nullcontext():
-                    wait_for(self._last)  # calls may come on different streams
+                    stream = behind(
+                        self._last, device_of(self._device)
+                    )  # calls may come on different streams
                     take = self._slot.start(algorithm, result, rows, routes, apart=apart)
-                    self._ended()
+                    self._last = queued_on(stream, device_of(self._device))
                 self._open, started.take = started, take
         return started
 
@@ -331,18 +334,16 @@ class ExpertParallel(OfOneProcess):
         take, exchange.take = exchange.take, None
         if take is not None:
             self._open = None
-            wait_for(self._last)
-            take()
-            self._ended()
-            exchange.ended = self._last
             there = device_of(self._device)
-            stream = there.current_stream()
+            stream = behind(self._last, there)
+            take()
+            exchange.ended = self._last = queued_on(stream, there)
             if stream != exchange.stream:  # of which the allocator hears
                 for tensor in (exchange.rows, exchange.result):
                     assert tensor is not None
                     there.record_stream(tensor, stream)
         else:
-            wait_for(exchange.ended)
+            behind(exchange.ended, device_of(self._device))
         exchange.rows = exchange.result = None
 
     def check(self) -> None:
@@ -365,12 +366,6 @@ class ExpertParallel(OfOneProcess):
         if self._side is not None:
             self._side.wait_stream(there.current_stream())
         return there.on_stream(self._side)
-
-    def _ended(self) -> None:
-        """What is queued on the current stream comes before what is exchanged next."""
-        there = device_of(self._device)
-        stream = there.current_stream()
-        self._last = [] if stream is None else [mark(stream.record_event(), there)]
 
     def _meeting(self) -> Any:
         """Where CPU ranks tell each other numbers; None if they cannot."""

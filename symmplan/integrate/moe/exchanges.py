@@ -14,7 +14,7 @@ import math
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
-from attrs import define, field
+from attrs import define
 
 from symmplan.memory.kernels import copy_bytes
 from symmplan.memory.meeting.calls import REFUSED, note
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from symmplan.coordination.groups import Group
     from symmplan.integrate.moe.routes import PaddedRoutes, Routes
     from symmplan.memory.segment import Rendezvous
+    from symmplan.memory.streams import Queued
     from symmplan.model import Placement
 
     #: Starts to move rows into a result; what is returned ends that.
@@ -44,7 +45,7 @@ class RowExchange:
         take: What ends it; None once it is over.
         result: Where the rows go, and ``rows`` what was sent: they stay until it is over.
         stream: On which it was started; None on the CPU.
-        ended: Marks of its end, for other streams.
+        ended: Where its end was queued, for other streams.
         returns: Its gradients, between the backward of its end and that of its start.
     """
 
@@ -53,7 +54,7 @@ class RowExchange:
     result: torch.Tensor | None
     rows: torch.Tensor | None
     stream: Any = None
-    ended: list[Any] = field(factory=list)
+    ended: Queued | None = None
     returns: Any = None
 
 

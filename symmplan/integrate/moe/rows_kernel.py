@@ -5,12 +5,13 @@ sends to each, and behind them how many it has. ``addresses`` has where each ran
 as seen from here; ``rows_at`` and ``signals`` are offsets there, in bytes.
 
 [Note: signals]
-    Of a rank's signals each peer has a word of three kinds: how many programs have brought their
-    part of the peer's rows (``arrived``), how many calls the peer has taken out of its memory
-    (``emptied``), and how many times it has told its counts (``counted``). Behind them are two
-    tables of counts, which take turns. Words only grow, so nobody has to reset them, and how far
-    they must have grown follows from the calls that this rank has made, which are counted in
-    ``state`` on the device: the same kernels serve each replay of a CUDA graph.
+    Of a rank's signals each peer has a word of four kinds: how much of the peer's rows has come,
+    ``WHOLE`` for each call (``arrived``), how many calls the peer has taken out of its memory
+    (``emptied``), how many times it has told its counts (``counted``), and how many bytes a row of
+    its last call has (``widths``). Behind them are two tables of counts, which take turns. But for
+    ``widths`` words only grow, so nobody has to reset them, and how far they must have grown
+    follows from the calls that this rank has made, which are counted in ``state`` on the device:
+    the same kernels serve each replay of a CUDA graph.
 
     A rank writes to a peer when that has emptied what the last call brought. It takes rows out when
     all programs of all peers have arrived. Whoever signals has written before (release); whoever
@@ -23,7 +24,9 @@ as seen from here; ``rows_at`` and ``signals`` are offsets there, in bytes.
 [Note: faults]
     A call that does not fit writes nothing. All ranks have the same table, so all of them find
     that. From then on ``state`` says so and no kernel does or waits for anything: no rank hangs,
-    and the host of each raises. A rank that waits too long gives up after ``limit`` looks.
+    and the host of each raises. A rank that waits too long gives up after ``limit`` looks. Rows of
+    different widths have come before a rank finds that. Each rank's fit where they come in by its
+    own width, so they have overwritten nothing else.
 """
 
 from __future__ import annotations
@@ -31,10 +34,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["COUNTS", "FITS", "LATE", "OVERFLOW", "exchange_counts", "push_rows", "take_rows"]
+__all__ = ["COUNTS", "FITS", "LATE", "OVERFLOW", "WHOLE", "WIDTHS"]
+__all__ += ["exchange_counts", "push_rows", "take_rows"]
 
 #: What ``told`` says first.
-FITS, OVERFLOW, COUNTS, LATE = 0, 1, 2, 3
+FITS, OVERFLOW, COUNTS, LATE, WIDTHS = 0, 1, 2, 3, 4
+#: See [Note: signals]; a multiple of how many programs send.
+WHOLE = 128
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803 (Triton reads annotations)
 # mypy: disable-error-code="no-untyped-def"
@@ -55,10 +61,10 @@ def _come(word, wanted, limit):
 
 
 @triton.jit
-def _signal(word):
+def _signal(word, more):
     """What all threads of this program have written is there for who sees the number grow."""
     tl.debug_barrier()
-    tl.atomic_add(word, 1, sem="release", scope="sys")
+    tl.atomic_add(word, more, sem="release", scope="sys")
 
 
 @triton.jit
@@ -110,14 +116,14 @@ def exchange_counts(
     everything = tl.arange(0, 2 * RANKS * RANKS)
     if tl.load(state + 2) == 0:
         calls = tl.load(state + 3)
-        begin = 3 * ranks + (calls & 1) * ranks * words
+        begin = 4 * ranks + (calls & 1) * ranks * words
         line = tl.load(counts + at, mask=at < ranks, other=0)
         line = tl.where(at == ranks, given, line)
         shift = 0
         while shift < ranks:
             theirs = _words(addresses, (rank + shift) % ranks, signals)
             tl.store(theirs + begin + rank * words + at, line, mask=at < words)
-            _signal(theirs + 2 * ranks + rank)
+            _signal(theirs + 2 * ranks + rank, 1)
             shift += 1
         ours = _words(addresses, rank, signals)
         peer = 0
@@ -133,66 +139,11 @@ def exchange_counts(
         tl.store(table + everything, everything.to(tl.int64) * 0, mask=everything < ranks * words)
 
 
-@triton.jit(do_not_specialize=["rank", "ranks", "from_step", "to_step", "room", "width", "limit"])
-def push_rows(
-    rows,
-    result,
-    table,
-    addresses,
-    state,
-    told,
-    rank,
-    ranks,
-    from_step,
-    to_step,
-    room,
-    width,
-    rows_at,
-    signals,
-    limit,
-    RANKS: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-):
-    """Write each peer's rows into its memory, and this rank's own into the result.
-
-    ``table[from * from_step + to * to_step]`` rows go from one rank to another; each has ``width``
-    elements, a multiple of ``ALIGN``.
-    """
-    program = tl.program_id(0)
-    code, value = _fault(table, ranks, room, RANKS)
-    if (code != 0) & (program == 0):
-        _tell(state, told, code, value)
-    if (code == 0) & (tl.load(state + 2) == 0):
-        calls = tl.load(state)
-        at = tl.arange(0, RANKS)
-        ours = _words(addresses, rank, signals)
-        shift = 0
-        while shift < ranks:
-            shift += 1
-            peer = (rank + shift) % ranks
-            rows_there = tl.load(table + rank * from_step + peer * to_step)
-            count = tl.multiple_of(rows_there * width, ALIGN)
-            before = tl.load(table + rank * from_step + at * to_step, mask=at < peer, other=0)
-            source = rows + tl.multiple_of(tl.sum(before, 0) * width, ALIGN)
-            ahead = tl.load(table + at * from_step + peer * to_step, mask=at < rank, other=0)
-            target = tl.multiple_of(tl.sum(ahead, 0) * width, ALIGN)
-            if peer == rank:
-                _copy(source, result + target, count, program, BLOCK, PROGRAMS)
-            elif _come(ours + ranks + peer, calls, limit):
-                there = tl.load(addresses + peer) + rows_at
-                there = tl.multiple_of(there.to(tl.pointer_type(rows.dtype.element_ty)), 16)
-                _copy(source, there + target, count, program, BLOCK, PROGRAMS)
-                _signal(_words(addresses, peer, signals) + rank)
-            else:
-                _tell(state, told, 3, peer)
-
-
 @triton.jit(
     do_not_specialize=["rank", "ranks", "from_step", "to_step", "room", "width", "made", "limit"]
 )
-def take_rows(
+def push_rows(
+    rows,
     result,
     table,
     addresses,
@@ -210,20 +161,99 @@ def take_rows(
     limit,
     RANKS: tl.constexpr,
     ALIGN: tl.constexpr,
+    ITEM: tl.constexpr,
     BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    SENDERS: tl.constexpr,
+    KEEPERS: tl.constexpr,
 ):
-    """Take out what the peers have pushed; the result's other rows, ``made`` in all, get zeros."""
+    """Write each peer's rows into its memory, and this rank's own into the result.
+
+    ``table[from * from_step + to * to_step]`` rows go from one rank to another; each has ``width``
+    elements of ``ITEM`` bytes, a multiple of ``ALIGN``. The result's other rows, ``made`` in all,
+    get zeros, but for those that `take_rows` takes out. The first programs send; what this rank
+    keeps is moved by others, ``KEEPERS`` of them, meanwhile.
+    """
     program = tl.program_id(0)
-    code, _ = _fault(table, ranks, room, RANKS)
+    code, value = _fault(table, ranks, room, RANKS)
+    if (code != 0) & (program == 0):
+        _tell(state, told, code, value)
     well = (code == 0) & (tl.load(state + 2) == 0)
     at = tl.arange(0, RANKS)
     ours = _words(addresses, rank, signals)
-    come = tl.load(table + at * from_step + rank * to_step, mask=at < ranks, other=0)
-    filled = tl.sum(come, 0) * 0
-    if well:
-        filled = tl.sum(come, 0) * width
-        arrived = (tl.load(state) + 1) * PROGRAMS
+    if well & (program < SENDERS):
+        calls = tl.load(state)
+        shift = 1
+        while shift < ranks:
+            peer = (rank + shift) % ranks
+            shift += 1
+            rows_there = tl.load(table + rank * from_step + peer * to_step)
+            count = tl.multiple_of(rows_there * width, ALIGN)
+            before = tl.load(table + rank * from_step + at * to_step, mask=at < peer, other=0)
+            source = rows + tl.multiple_of(tl.sum(before, 0) * width, ALIGN)
+            ahead = tl.load(table + at * from_step + peer * to_step, mask=at < rank, other=0)
+            target = tl.multiple_of(tl.sum(ahead, 0) * width, ALIGN)
+            if _come(ours + ranks + peer, calls, limit):
+                theirs = _words(addresses, peer, signals)
+                if program == 0:
+                    tl.store(theirs + 3 * ranks + rank, width.to(tl.int64) * ITEM)
+                there = tl.load(addresses + peer) + rows_at
+                there = tl.multiple_of(there.to(tl.pointer_type(rows.dtype.element_ty)), 16)
+                _copy(source, there + target, count, program, BLOCK, SENDERS)
+                _signal(theirs + rank, WHOLE // SENDERS)
+            else:
+                _tell(state, told, 3, peer)
+    if program >= SENDERS:
+        keeper = program - SENDERS
+        come = tl.load(table + at * from_step + rank * to_step, mask=at < ranks, other=0)
+        filled = tl.sum(come, 0) * 0
+        if well:
+            filled = tl.sum(come, 0) * width
+            mine = tl.load(table + rank * from_step + rank * to_step)
+            count = tl.multiple_of(mine * width, ALIGN)
+            before = tl.load(table + rank * from_step + at * to_step, mask=at < rank, other=0)
+            source = rows + tl.multiple_of(tl.sum(before, 0) * width, ALIGN)
+            target = tl.multiple_of(tl.sum(tl.where(at < rank, come, 0), 0) * width, ALIGN)
+            _copy(source, result + target, count, keeper, BLOCK, KEEPERS)
+        whole = made.to(tl.int64) * width
+        empty = filled + keeper * BLOCK
+        while empty < whole:
+            rest = empty + tl.arange(0, BLOCK)
+            tl.store(result + rest, tl.zeros((BLOCK,), result.dtype.element_ty), mask=rest < whole)
+            empty += KEEPERS * BLOCK
+
+
+@triton.jit(do_not_specialize=["rank", "ranks", "from_step", "to_step", "room", "width", "limit"])
+def take_rows(
+    result,
+    table,
+    addresses,
+    state,
+    told,
+    rank,
+    ranks,
+    from_step,
+    to_step,
+    room,
+    width,
+    rows_at,
+    signals,
+    limit,
+    RANKS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ITEM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Take out what the peers have pushed, in rows as wide as this rank's."""
+    program = tl.program_id(0)
+    code, _ = _fault(table, ranks, room, RANKS)
+    if (code == 0) & (tl.load(state + 2) == 0):
+        at = tl.arange(0, RANKS)
+        ours = _words(addresses, rank, signals)
+        come = tl.load(table + at * from_step + rank * to_step, mask=at < ranks, other=0)
+        arrived = (tl.load(state) + 1) * WHOLE
         shift = 1
         while shift < ranks:
             peer = (rank + ranks - shift) % ranks
@@ -232,18 +262,15 @@ def take_rows(
             count = tl.multiple_of(rows_here * width, ALIGN)
             begin = tl.multiple_of(tl.sum(tl.where(at < peer, come, 0), 0) * width, ALIGN)
             if _come(ours + peer, arrived, limit):
-                here = tl.load(addresses + rank) + rows_at
-                here = tl.multiple_of(here.to(tl.pointer_type(result.dtype.element_ty)), 16)
-                _copy(here + begin, result + begin, count, program, BLOCK, PROGRAMS)
+                wide = tl.load(ours + 3 * ranks + peer, cache_modifier=".cg")
+                if wide == width.to(tl.int64) * ITEM:
+                    here = tl.load(addresses + rank) + rows_at
+                    here = tl.multiple_of(here.to(tl.pointer_type(result.dtype.element_ty)), 16)
+                    _copy(here + begin, result + begin, count, program, BLOCK, PROGRAMS)
+                else:
+                    _tell(state, told, 4, peer)
             else:
                 _tell(state, told, 3, peer)
-    whole = made.to(tl.int64) * width
-    empty = filled + program * BLOCK
-    while empty < whole:
-        rest = empty + tl.arange(0, BLOCK)
-        tl.store(result + rest, tl.zeros((BLOCK,), result.dtype.element_ty), mask=rest < whole)
-        empty += PROGRAMS * BLOCK
-    if well:
         tl.debug_barrier()
         if tl.atomic_add(state + 1, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
             tl.store(state + 1, 0)
@@ -251,5 +278,5 @@ def take_rows(
             shift = 1
             while shift < ranks:
                 peer = (rank + shift) % ranks
-                _signal(_words(addresses, peer, signals) + ranks + rank)
+                _signal(_words(addresses, peer, signals) + ranks + rank, 1)
                 shift += 1

@@ -158,7 +158,7 @@ class RowSlot:
                 keep(self.arena)
                 self._captured = True
             room = routes.most if isinstance(routes, PaddedRoutes) else _CHECKED
-            return self.kernels.push(result, rows, routes, room)
+            return self.kernels.push(result, rows, routes, room, apart=apart)
         if algorithm == "ordinary":
             begin = plain(self.group.process_group, apart=apart)
         else:

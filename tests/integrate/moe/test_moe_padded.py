@@ -13,6 +13,7 @@ from expert_programs import (
     overflows,
     padded_calls,
     unseen,
+    wider_rows,
     wrong_counts,
 )
 from interpreted import interpreted_pool_of, needs_triton
@@ -125,3 +126,11 @@ def test_kernels_give_up_where_a_rank_does_not_come(interpreted):
     *missing, none = interpreted.run(missing_rank)
     assert none is None
     assert missing == [(last,)] * last
+
+
+@needs_triton
+def test_kernels_see_that_a_rank_alone_has_wider_rows(interpreted):
+    last = interpreted.world_size - 1
+    *others, own = interpreted.run(wider_rows)
+    assert others == [[((last,), True)] * 2] * last
+    assert all(ranks != (last,) and found for ranks, found in own)
