@@ -37,6 +37,7 @@ from symmplan.runtime.leases import Lease, Ledger, in_use, set_aside
 from symmplan.runtime.prepare import Preparation
 from symmplan.runtime.sleep import give_back, take_back_replaced
 from symmplan.runtime.watching import Watching
+from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -98,6 +99,7 @@ class Memory:
         self._arenas: list[Arena] = []
         # Those in which somebody has kept buffers.
         self._older: list[Arena] = []
+        self._met: dict[str, Any] = {}  # the groups, and those of tenants that have been in them
         self._views: dict[tuple[Placement, torch.dtype], torch.Tensor] = {}
         self._pushes: dict[str, Pushes] = {}
         # Not a method of this object, which must be able to end.
@@ -108,6 +110,11 @@ class Memory:
     def reached(self) -> dict[str, Any]:
         """The groups that segments can serve."""
         return {n: g for n, g in self.groups.items() if n not in self.unreached}
+
+    @property
+    def met(self) -> dict[str, Any]:
+        """The groups that segments have met, those of tenants among them."""
+        return {n: g for n, g in self._met.items() if g is not None and c10d.is_registered(g)}
 
     @property
     def arena(self) -> Arena | None:
@@ -298,14 +305,8 @@ class Memory:
 
         Collective: yes, over all groups.
         """
-        number = cached(
-            plan,
-            self.groups,
-            memory=self.preparation.memory,
-            device=self.device,
-            timeout=self._options.timeout,
-        )
-        return number is not None
+        given: dict[str, Any] = {"device": self.device, "timeout": self._options.timeout}
+        return cached(plan, self.groups, memory=self.preparation.memory, **given) is not None
 
     def prepare(self, plan: Plan, by_engines: Collection[str]) -> tuple[Arena, int] | None:
         """Make room for ``plan``: in the present segments if it fits, else in other ones.
@@ -327,6 +328,7 @@ class Memory:
         more = [g for s in plan.segments for g in s.groups if g not in self.groups]
         tenants = {n: g.process_group for n, g in resolve_groups(more).items()}
         groups = {**self.groups, **tenants}
+        self._met.update(groups)
         engines = known_of({n: g for n, g in self.reached.items() if n in by_engines})
         if self.arena is not None and fits(plan, self.arena):
             synchronize(self.device)  # peers may push to where other bytes were, without asking
@@ -387,8 +389,8 @@ class Memory:
                 arena.give_back(together=True)
 
     def take_back_replaced(self) -> None:
-        """Have the driver get what all ranks have let go. Collective: yes, over all groups."""
-        take_back_replaced(self.groups, self.device, self._options.timeout)
+        """Have the driver get what all ranks have let go. Collective: yes, over all it has met."""
+        take_back_replaced(self.met, self.device, self._options.timeout)
 
     def begin_again(self) -> None:
         """Have no segments, and look at the device again. Collective: yes, over all groups."""
@@ -417,7 +419,7 @@ class Memory:
     def sleep(self) -> None:
         """Give the segments back to the driver. Nobody has anything in them.
 
-        Collective: yes, over all groups.
+        Collective: yes, over all groups that they have met.
         """
         self._dismiss()
         self._views.clear()
@@ -425,8 +427,7 @@ class Memory:
         arenas = [*self._arenas, *self._older]
         self._arenas.clear()
         self._older.clear()
-        given = self.groups, self.device, self._options.timeout
-        give_back(self.preparation.user, arenas, *given)
+        give_back(self.preparation.user, arenas, self.met, self.device, self._options.timeout)
 
     def release(self) -> None:
         """Give the segments back. Tenants keep what they live in.
