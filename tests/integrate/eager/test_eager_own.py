@@ -87,3 +87,25 @@ def _compiled_inside(rank, world_size):
 
 def test_a_compiled_graph_keeps_its_own_placements(pool):
     assert pool.run(_compiled_inside) == [2, 2]
+
+
+def _compiled_late(rank, world_size, backend):
+    """What is compiled for the first time while a session follows its plan."""
+    import symmplan
+
+    torch._dynamo.reset()
+    compiled, right = torch.compile(_program, backend=backend, fullgraph=True), 0
+    with symmplan.eager(choose="placed", timeout=30.0) as session:
+        for turn in range(6):
+            x = torch.full((4, 8), float(turn + rank))
+            got = (_program if turn < 3 else compiled)(x)
+            right += bool((got == 4 * (2 * turn + 1)).all())
+            session.step()
+    return right, session.stats.served
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiler_calls_nothing_when_it_asks_for_shapes(pool, backend):
+    for right, served in pool.run(_compiled_late, backend):
+        assert right == 6
+        assert served == 5
