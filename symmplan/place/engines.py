@@ -97,7 +97,7 @@ def again(groups: Mapping[str, Any], memory: str, device: torch.device, timeout:
 def having(groups: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Those groups whose communicators have these names, now or when there are any."""
     ranks = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
-    return {n: groups[n] for n, of in ranks.items() if nccl.group_name(_WHAT, of) in names}
+    return {n: groups[n] for n, of in ranks.items() if nccl.name_of(_WHAT, of) in names}
 
 
 def end_unused(groups: Mapping[str, Any], timeout: float) -> None:

@@ -57,10 +57,10 @@ def copy_engine_options() -> Any:
     return options
 
 
-def group_name(what: str, ranks: Sequence[int]) -> str:
+def name_of(what: str, ranks: Sequence[int]) -> str:
     """The name under which torch has a communicator that is made of some ranks for something.
 
-    The next of these ranks has it again, as compiled graphs know communicators by name.
+    The next of these ranks has it again: compiled graphs know communicators for copy engines so.
     """
     told = ",".join(map(str, ranks)).encode()
     return f"{what}_{hashlib.sha1(told, usedforsecurity=False).hexdigest()}"
@@ -76,7 +76,7 @@ def subgroup(like: Any, ranks: Sequence[int], what: str, number: int) -> Any:
         number: How many of that name were made before, at least; the same on all its ranks.
     """
     options: Any = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined, unused-ignore]
-    return _made(like, ranks, options, what, number)
+    return _made(like, ranks, options, f"{what}_{number}", number)
 
 
 def copy_engine_group(like: Any, what: str, number: int) -> Any:
@@ -94,7 +94,11 @@ def copy_engine_group(like: Any, what: str, number: int) -> Any:
     if hasattr(options.config, "max_ctas"):
         options.config.min_ctas = options.config.max_ctas = 1
     group = _made(like, dist.get_process_group_ranks(like), options, what, number)
-    _connect(group)
+    try:
+        _connect(group)
+    except BaseException:
+        end(group)  # the next one has its name
+        raise
     return group
 
 
@@ -129,8 +133,8 @@ def _made(like: Any, ranks: Sequence[int], options: Any, what: str, number: int)
     bound = world.bound_device_id
     world.bound_device_id = None
     try:
-        name = group_name(what, ranks)
-        return new_group(name, ranks, number, "nccl", options._timeout, what, options)
+        given = name_of(what, ranks), ranks, number, "nccl", options._timeout, what, options
+        return new_group(*given)
     finally:
         world.bound_device_id = bound
 

@@ -107,6 +107,16 @@ def test_a_communicator_for_copy_engines_has_one_channel_and_is_connected(
     assert reduced == ([] if backend is _Connects else [group])
     assert world.bound_device_id == "cuda:0"
 
+    def fails(_):
+        raise RuntimeError("out of memory")
+
+    ended = []
+    monkeypatch.setattr(nccl, "_connect", fails)
+    monkeypatch.setattr(nccl, "end", ended.append)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        nccl.copy_engine_group(like, "engines", 3)
+    assert len(ended) == 1  # so that the next one can have its name
+
 
 def test_no_ordinary_collective_runs_over_a_communicator_for_copy_engines(monkeypatch):
     """Neither before a segment is registered with it, nor when ranks meet after a push."""

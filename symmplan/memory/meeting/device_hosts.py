@@ -193,9 +193,9 @@ def device_counterparts(
         return found
     number = max(number for _, number in theirs)
     hosts = [process.host for process in processes_of(group.process_group)]
+    PROCESS.communicators_made[of] = number + 1
     with counting("communicators", device):
         made = DeviceCounterparts(group, *counterparts_of(hosts, group.rank), device, number)
-    PROCESS.communicators_made[of] = number + 1
     PROCESS.device_counterparts[group.process_group] = made
     return made
 

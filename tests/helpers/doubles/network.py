@@ -21,7 +21,7 @@ from doubles.gloo import RUNS, reduction_of
 from doubles.streams import Event, Stream, join, put, streams, touch
 from symmplan.place.collectives import NCCL
 from symmplan.torch_private import c10d as names
-from symmplan.torch_private.nccl import group_name
+from symmplan.torch_private.nccl import name_of
 
 MiB = 1 << 20
 CPU = torch.device("cpu")
@@ -108,11 +108,11 @@ class Network:
     def copy_engine_options(self):
         raise AssertionError("gloo has no such options: copy_engine_group makes such groups")
 
-    group_name = staticmethod(group_name)
+    name_of = staticmethod(name_of)
 
     def subgroup(self, like, ranks, what, number):
         limit = like._get_backend(CPU).options._timeout
-        group = names.new_group(group_name(what, ranks), ranks, number, "gloo", limit, what)
+        group = names.new_group(name_of(what, ranks), ranks, number, "gloo", limit, what)
         self._made.append(group)
         self.communicator(group)
         return group
