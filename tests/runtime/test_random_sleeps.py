@@ -117,7 +117,7 @@ def _at_random(rank, world, seed, choose):
         ),
     ],
 )
-@pytest.mark.parametrize("ranks", ["two", "four"])
+@pytest.mark.parametrize("ranks", ["two", pytest.param("four", marks=pytest.mark.further)])
 def test_programs_that_share_communicators_sleep_at_random(request, ranks, seed, choose):
     found = request.getfixturevalue(ranks).run(on_devices, _at_random, seed, choose)
     for wrong, said, refused in found:
