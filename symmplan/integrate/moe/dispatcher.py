@@ -315,13 +315,12 @@ class ExpertParallel(OfOneProcess):
         started = RowExchange(routes, None, result, rows)
         with self._executor.call(row, "all_to_all", nbytes, self._group.name):
             if self._executor.serves:
-                started.stream = device_of(self._device).current_stream()
+                there = device_of(self._device)
+                started.stream = there.current_stream()
                 with self._apart() if apart else contextlib.nullcontext():
-                    stream = behind(
-                        self._last, device_of(self._device)
-                    )  # calls may come on different streams
+                    stream = behind(self._last, there)  # calls may come on different streams
                     take = self._slot.start(algorithm, result, rows, routes, apart=apart)
-                    self._last = queued_on(stream, device_of(self._device))
+                    self._last = queued_on(stream, there)
                 self._open, started.take = started, take
         return started
 
