@@ -164,6 +164,14 @@ def _trained(rank, size, dp, tp, acts, gathers=False, algorithms=("placed", "pla
             differences += [] if losses[0] == losses[1] else [(turn, losses)]
         elif act == "remove":
             handle.remove()
+        elif act == "refused":  # by one rank, for all that meet in the segments
+            backend.sleep()
+            kind = type(handle._runtime.planning.unshards[0])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(kind, "can_leave", lambda _: rank != 3)
+                with pytest.raises(RunError, match="are in use"):
+                    handle.sleep()
+            slept.append(handle.asleep)
         elif act == "sleep":
             if any(arena.parent is not None for arena in backend._pool.arenas):
                 with pytest.raises(RunError, match="others have bytes"):
@@ -263,6 +271,15 @@ def test_who_has_bytes_of_fsdp2_sleeps_first(four):
     for found in four.run(_trained, 2, 2, acts):
         assert found["differences"] == []
         assert found["slept"] == [True] * 3
+        assert found["left"] == 0
+
+
+@pytest.mark.further
+def test_ranks_of_a_tenant_hear_who_does_not_sleep(four):
+    acts = ["step", "step", "step", "refused", "step", "sleep", "step"]
+    for found in four.run(_trained, 2, 2, acts):
+        assert found["differences"] == []
+        assert found["slept"] == [False, True]
         assert found["left"] == 0
 
 

@@ -97,9 +97,8 @@ class Memory:
             self._watching.enter_context(Watching(options.timeout))
         self._device: torch.device | None = None
         self._arenas: list[Arena] = []
-        # Those in which somebody has kept buffers.
-        self._older: list[Arena] = []
-        self._met: dict[str, Any] = {}  # the groups, and those of tenants that have been in them
+        self._older: list[Arena] = []  # in which somebody has kept buffers
+        self._met: dict[str, Any] = {}
         self._views: dict[tuple[Placement, torch.dtype], torch.Tensor] = {}
         self._pushes: dict[str, Pushes] = {}
         # Not a method of this object, which must be able to end.
@@ -113,8 +112,9 @@ class Memory:
 
     @property
     def met(self) -> dict[str, Any]:
-        """The groups that segments have met, those of tenants among them."""
-        return {n: g for n, g in self._met.items() if g is not None and c10d.is_registered(g)}
+        """The groups, and those of tenants that live: all that have met in segments."""
+        found = self.groups | self._met
+        return {n: g for n, g in found.items() if g is not None and c10d.is_registered(g)}
 
     @property
     def arena(self) -> Arena | None:
@@ -389,8 +389,8 @@ class Memory:
                 arena.give_back(together=True)
 
     def take_back_replaced(self) -> None:
-        """Have the driver get what all ranks have let go. Collective: yes, over all it has met."""
-        take_back_replaced(self.met, self.device, self._options.timeout)
+        """Have the driver get what all ranks have let go. Collective: yes, over all groups."""
+        take_back_replaced(self.groups, self.device, self._options.timeout)
 
     def begin_again(self) -> None:
         """Have no segments, and look at the device again. Collective: yes, over all groups."""
@@ -419,7 +419,7 @@ class Memory:
     def sleep(self) -> None:
         """Give the segments back to the driver. Nobody has anything in them.
 
-        Collective: yes, over all groups that they have met.
+        Collective: yes, over all that have `met`.
         """
         self._dismiss()
         self._views.clear()

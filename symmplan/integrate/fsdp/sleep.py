@@ -37,12 +37,12 @@ def sleep(runtime: Any) -> None:
     Raises:
         RunError: It is in use on some rank; raised on all of them, and nothing has changed.
 
-    Collective: yes, over all groups of the model, if there is any.
+    Collective: yes, over all groups that have met in its segments, if there is any.
     """
     memory, planning = runtime.memory, runtime.planning
     if runtime.asleep or memory.arena is None:
         return
-    if not all_may_sleep(_why_not(runtime), memory.groups, runtime.options.timeout):
+    if not all_may_sleep(_why_not(runtime), memory.met, runtime.options.timeout):
         return
     runtime.recorder.release_all()
     runtime.asleep = True
