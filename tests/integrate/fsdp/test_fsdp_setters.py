@@ -34,6 +34,8 @@ pytestmark = pytest.mark.ranks
 two = pool_of(2)
 
 SEVERAL_TYPES = needs("param_dtype_override_fn", MixedPrecisionPolicy)
+#: FSDP2 reduces in what a parameter's ``grad_dtype`` says, where the policy says nothing.
+GRADIENT_TYPES = needs("_has_grad_dtype_override", torch.Tensor)
 
 USUAL, every_step = cases_of()
 CHANGES, later = cases_of()
@@ -86,6 +88,22 @@ def own_types(rank, world, reduce):
         return shard(model, mp_policy=policy)
 
     return both(build, train, rank)
+
+
+@every_step(slice(1, None, 2), torch.float32, "push", marks=GRADIENT_TYPES)
+@every_step(slice(1, None, 2), torch.float32, "placed", marks=GRADIENT_TYPES)
+@every_step(slice(None), torch.float32, "push", marks=GRADIENT_TYPES)
+@every_step(slice(None, None, 2), None, "push", marks=GRADIENT_TYPES)
+def gradient_types(rank, world, which, dtype, choose):
+    """Some parameters in bfloat16 have gradients in another type, or in any that comes."""
+
+    def build():
+        model = Net().bfloat16()
+        for parameter in list(model.parameters())[which]:
+            parameter.grad_dtype = dtype
+        return shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+
+    return both(build, changing(lambda *_: None), rank, choose=choose)
 
 
 @later(False)
