@@ -269,7 +269,6 @@ MAY_CUT = {
     "registry/rows.py: self.op.partition('::')": "likewise a row of the catalogue",
     "torch_private/c10d.py: op._schema.name.partition('::')": "torch's schemas have one name",
     "runtime/watching.py: op._schema.name.partition('::')": "the same",
-    "registry/inventory.py: schema.name.partition('::')": "the same",
     "launcher/ranks.py: 'onnection' in error.text": "errors of networks have no common class",
     "bench/parts/profile.py: 'Gather' not in event.name": "kernels in a profile are names",
     "registry/check.py: 'group' in a.name": "which argument carries a group that nobody named",

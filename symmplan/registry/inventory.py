@@ -24,15 +24,18 @@ def inventory() -> list[Entry]:
 
     Collective: no.
     """
+    entries = {entry.op: entry for entry in map(describe_op, _ops())}
+    return [entries[op] for op in sorted(entries)]
+
+
+def _ops() -> Iterator[OpOverload]:
+    """What `inventory` has, some of it more than once."""
     torch_registry.define_distributed_ops()
     names = {*store.declared(), *torch_registry.names_declared_upstream()}
-    for schema in torch_registry.all_schemas():
-        if schema.name.partition("::")[0] in NAMESPACES:
-            names.add(f"{schema.name}.{schema.overload_name or 'default'}")
+    names |= {n for n in torch_registry.op_names() if n.partition("::")[0] in NAMESPACES}
     # A name may have been declared once, and its library be gone.
-    defined = (resolve(name) for name in sorted(names) if is_defined(name))
-    entries = {e.op: e for overloads in defined for e in map(describe_op, overloads)}
-    return [entries[op] for op in sorted(entries)]
+    for name in filter(is_defined, sorted(names)):
+        yield from resolve(name)
 
 
 def describe_op(op: OpOverload) -> Entry:
@@ -70,4 +73,6 @@ def all_specs() -> Iterator[OpSpec]:
 
     Collective: no.
     """
-    return iter(entry.spec for entry in inventory() if entry.spec is not None)
+    found = (spec for spec in map(store.spec_for, _ops()) if spec is not None)
+    specs = {spec.op: spec for spec in found if spec.requirements or not spec.wrong}
+    return iter(specs[op] for op in sorted(specs))

@@ -213,7 +213,7 @@ def _packet(namespace: str, base: str) -> OpOverloadPacket | None:
 
 
 def _unknown_op(name: str, namespace: str, base: str) -> UnknownOpError:
-    existing = sorted({s.name for s in torch_registry.all_schemas()})
+    existing = sorted({n.partition(".")[0] for n in torch_registry.op_names()})
     same = [n for n in existing if n.startswith(f"{namespace}::")]
     if same:  # compare without the namespace: being equal, it would make everything look close
         close = closest(base, [n.partition("::")[2] for n in same])

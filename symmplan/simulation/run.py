@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import time
 import traceback
@@ -22,6 +21,7 @@ from symmplan.memory import BACKENDS
 from symmplan.memory.meeting.topology import simulated
 from symmplan.model import PUSHES
 from symmplan.place.algorithms import is_target
+from symmplan.planner.uncollected import collected_apart
 from symmplan.registry.declare import store
 from symmplan.runtime.options import function, whole
 from symmplan.simulation.beyond import expected
@@ -47,6 +47,7 @@ _TELL = 2.0
 _ITEM = "read values where the program is not simulated: return tensors, and log them outside"
 
 
+@collected_apart()
 def simulate(
     program: Callable[[], Any],
     *,
@@ -200,7 +201,6 @@ def simulate(
         world.calls.clear()
         world.buffers.clear()
         leave()
-        gc.collect()
 
 
 def _unheard(_: str) -> None:

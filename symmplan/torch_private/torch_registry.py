@@ -60,11 +60,12 @@ def raw_schema(op: OpOverload) -> Any:
     return op._schema
 
 
-def all_schemas() -> list[Any]:
-    """The schemas of all ops of this process."""
+def op_names() -> list[str]:
+    """The qualified names, with overload, of all ops of this process."""
     import torch
 
-    return list(torch._C._jit_get_all_schemas())
+    names = torch._C._dispatch_get_all_op_names()
+    return [n if "." in n.partition("::")[2] else f"{n}.default" for n in names]
 
 
 def declared_arguments(op: OpOverload) -> tuple[str, ...]:

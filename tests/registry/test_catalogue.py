@@ -22,9 +22,8 @@ from symmplan.torch_private import torch_registry
 
 ROWS = {row.op: row for row in (*COLLECTIVES, *SYMM_MEM)}
 torch_registry.define_distributed_ops()
-LIVE = sorted(
-    {s.name for s in torch_registry.all_schemas() if s.name.partition("::")[0] in NAMESPACES}
-)
+NAMES = {name.partition(".")[0] for name in torch_registry.op_names()}
+LIVE = sorted(name for name in NAMES if name.partition("::")[0] in NAMESPACES)
 LIB = torch.library.Library("symmtest_catalogue", "FRAGMENT")
 LIB.define("mine(Tensor x, str g) -> Tensor")
 

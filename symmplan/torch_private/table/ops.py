@@ -28,11 +28,11 @@ VALUES = Seam(
 )
 
 SCHEMAS = Seam(
-    "schemas of all ops",
+    "names of all ops",
     "reporting",
     "`symmplan ops` lists all ops, and errors suggest names",
     ("capture",),
-    names("torch._C", "_jit_get_all_schemas"),
+    names("torch._C", "_dispatch_get_all_op_names"),
 )
 
 UPSTREAM = Seam(
