@@ -89,8 +89,14 @@ def _turns(rank, world, memory, choose):
     return found
 
 
+MEASURED = pytest.param(
+    *("auto", "measure"),
+    marks=pytest.mark.skipif(SHARED, reason="nothing is faster where ranks share a device"),
+)
+
+
 @pytest.mark.first
-@pytest.mark.parametrize(("memory", "choose"), [("auto", "measure"), ("cuda", "push")])
+@pytest.mark.parametrize(("memory", "choose"), [MEASURED, ("cuda", "push")])
 def test_a_sleeping_handle_holds_next_to_nothing(two, memory, choose):
     for found in two.run(_turns, memory, choose):
         stats, before = found["stats"], found["before"]

@@ -1,4 +1,4 @@
-"""How many examples a property gets: a third, which differ from run to run, or all of them.
+"""How many examples a property gets: a sixth, which differ from run to run, or all of them.
 
 EXAMPLES=all python -m pytest tests/planner
 """
@@ -11,7 +11,7 @@ from hypothesis import settings
 
 __all__ = ["examples"]
 
-_SHARE = 1 if os.environ.get("EXAMPLES") == "all" else 3
+_SHARE = 1 if os.environ.get("EXAMPLES") == "all" else 6
 
 
 def examples(count, **more):

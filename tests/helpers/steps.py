@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import symmplan
+from symmplan.planner.uncollected import uncollected
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,9 +28,10 @@ def lines_of(act: Callable[[], object]) -> int:
         return each_line if frame.f_code.co_filename.startswith(_HERE) else None
 
     before = sys.gettrace()
-    sys.settrace(each_call)
-    try:
-        act()
-    finally:
-        sys.settrace(before)
+    with uncollected():  # what others have dropped would run in the midst of it
+        sys.settrace(each_call)
+        try:
+            act()
+        finally:
+            sys.settrace(before)
     return count
