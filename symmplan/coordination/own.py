@@ -13,7 +13,8 @@
     collector may find the object in the midst of any statement, so inside `own_work`, which may
     hold a lock or count the users of a segment, it only notes what is to be done. That is done when
     the outermost `own_work` of the thread ends. While a CUDA graph is being captured, nobody can
-    wait for the device, so it is done later, too.
+    wait for the device, so it is done later, too. A device that has failed gives nothing back, and
+    says so in whatever it is asked: what the program gets is its own error, not that one.
 """
 
 from __future__ import annotations
@@ -84,8 +85,7 @@ def _dropped(act: Callable[[], None]) -> None:
 
 def end_dropped() -> None:
     """Do what is due for objects that were dropped, unless it has to wait. Collective: no."""
-    here = [d for d in PROCESS.devices.copy().values() if d.is_accelerator and d.is_available()]
-    if in_own_work() or any(device.is_capturing() for device in here):
+    if _has_to_wait():
         return
     with contextlib.suppress(IndexError):  # another thread may do the last
         while PROCESS.dropped:
@@ -97,3 +97,12 @@ def end_dropped() -> None:
                 _LOG.exception("the memory of a dropped object could not be given back")
             finally:
                 PROCESS.thread.own_work -= 1
+
+
+def _has_to_wait() -> bool:
+    """Whether nothing can be given back now."""
+    here = [d for d in PROCESS.devices.copy().values() if d.is_accelerator and d.is_available()]
+    try:
+        return in_own_work() or any(device.is_capturing() for device in here)
+    except RuntimeError:  # that device has failed
+        return True

@@ -6,6 +6,7 @@ import gc
 import logging
 import socket
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -327,3 +328,24 @@ def test_what_cannot_be_given_back_disturbs_nobody(caplog):
         things.clear()
     assert done == [1]
     assert "could not be given back" in caplog.text
+
+
+def test_a_device_that_has_failed_replaces_no_error(monkeypatch):
+    failed = mock.Mock(is_accelerator=True, **{"is_capturing.side_effect": RuntimeError("CUDA")})
+    done = []
+    things = [_Thing()]
+    at_drop(things[0], lambda: done.append(1))
+
+    def act():
+        with own_work:
+            things.clear()
+            raise KeyError
+
+    with monkeypatch.context() as patched:
+        patched.setitem(PROCESS.devices, "failed", failed)
+        with pytest.raises(KeyError):
+            act()
+        assert not done
+    with own_work:
+        assert len(PROCESS.dropped) == 1
+    assert done == [1]
