@@ -27,11 +27,11 @@ VALUES = Seam(
     + names("torch.utils._python_dispatch", "TorchDispatchMode"),
 )
 
-SCHEMAS = Seam(
+NAMES = Seam(
     "names of all ops",
-    "reporting",
-    "`symmplan ops` lists all ops, and errors suggest names",
-    ("capture",),
+    "correctness",
+    "sessions catch all declared ops; `symmplan ops` lists all ops, and errors suggest names",
+    ("sessions",),
     names("torch._C", "_dispatch_get_all_op_names"),
 )
 
