@@ -234,6 +234,7 @@ def test_importing_does_not_import_torch(code):
     assert _python(f"{code}\nimport sys; print('torch' in sys.modules)").endswith("False\n")
 
 
+@pytest.mark.long
 def test_a_plain_install_has_all_modules():
     """Without what the extras install."""
     shown = _python(

@@ -116,6 +116,7 @@ def test_tensors_of_a_session_are_called_after_the_modules_whose_parameters_are_
         assert ("input", f"layers.{i}.attention.wo") in labels
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cast", [False, True])
 def test_parameters_are_known_through_casts(cast):
     def program():

@@ -90,11 +90,11 @@ def _chosen(rank, world, make, program, faster):
     [
         (_sums, 5, True, []),
         (_sums, 1, False, []),
-        (_both, 5, False, ["sums"]),
         (_both, 15, True, ["sums"]),
-        (_apart, 5, True, ["other"]),
-        (_overlapping, 5, False, []),
-        (_gathers, 5, False, []),
+        pytest.param(_both, 5, False, ["sums"], marks=pytest.mark.long),
+        pytest.param(_apart, 5, True, ["other"], marks=pytest.mark.long),
+        pytest.param(_overlapping, 5, False, [], marks=pytest.mark.long),
+        pytest.param(_gathers, 5, False, [], marks=pytest.mark.long),
     ],
 )
 def test_barriers_are_charged_where_the_plan_has_any(two, program, faster, placed, where):

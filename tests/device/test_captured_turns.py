@@ -68,6 +68,7 @@ def _barriers(rank, world, program):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("program", "barriers"),
     [(_one_sided, [0, 0, 2, 2, 2, 2]), (_collective, [0, 0, 0, 0, 0, 0])],

@@ -137,6 +137,7 @@ def test_a_model_takes_little_beside_its_segments_also_where_the_cache_has_the_d
         assert cached == 0 or free > WINDOW
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.all_cases
 def test_what_cannot_be_registered_beside_the_cache_is_placed_without_it(two):
@@ -189,6 +190,7 @@ def test_measured_pushes_keep_to_any_capacity(two):
     assert any("shared push" in after for _, after in first)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.all_cases
 @pytest.mark.parametrize("free", [128 * MiB, 512 * MiB, 526 * MiB])  # the last: to measure
@@ -220,6 +222,7 @@ def test_a_measurement_takes_nothing_beside_what_the_allocator_has_cached(two):
         assert measured == 0
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.all_cases
 def test_the_allocator_keeps_its_cache_where_replays_say_so(two):
@@ -247,6 +250,7 @@ def _again(rank, world):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.all_cases
 def test_segments_that_nobody_uses_serve_the_next_plan_where_the_device_is_full(two):
@@ -295,6 +299,7 @@ def _replays(rank, world, planned, plain, room=None):
         return _limited(rank, world, room) if room else _trained(rank, world, "measure")[0]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.all_cases
 @pytest.mark.parametrize(
@@ -311,6 +316,7 @@ def test_on_a_full_device_replays_of_the_allocator_say_whether_a_plan_fits(
         assert (stats.served, stats.segment_bytes) == ((2 * 3 * 3, whole) if fits else (0, 0))
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.all_cases
 @pytest.mark.parametrize("retries", [0, 1])
@@ -336,6 +342,7 @@ def _retrying(rank, world, retries):
         return _trained(rank, world, "measure")[0]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.all_cases
 @pytest.mark.parametrize("retries", [0, 1, 2, 30])
@@ -383,6 +390,7 @@ class _Nothing(list):
         pass
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("choose", ["push", "symmetric"])
 def test_a_plan_takes_no_more_than_the_history_of_the_allocator_allows(two, choose):

@@ -87,8 +87,8 @@ def _both(rank, world, case):
     [
         ("freed after the step", True),
         ("hooks", False),
-        ("freed late", False),
-        ("several passes", False),
+        pytest.param("freed late", False, marks=pytest.mark.long),
+        pytest.param("several passes", False, marks=pytest.mark.long),
     ],
 )
 def test_gradients_have_blocks_that_activations_may_have(two, case, moved):

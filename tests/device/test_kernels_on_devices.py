@@ -129,6 +129,7 @@ def _automatic(rank, world, allocator, windows):
     return wrong, found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("allocator", "windows", "found"),
     [
@@ -364,6 +365,7 @@ def _close(got, want):
     return all(map(torch.allclose, got, want))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["eager", "inductor", "session"])
 def test_torchs_kernels_find_what_outlives_a_graph(pair, how):
     for wrong, placed, refused in pair.run(on_devices, _torchs_kernels, how):

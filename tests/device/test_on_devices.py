@@ -280,6 +280,7 @@ def _measured(rank, world, memory):
     return wrong, timed, chosen, state().refused
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("memory", ["nccl", "cuda"])
 def test_each_algorithm_is_measured(pair, memory):
     first, second = pair.run(on_devices, _measured, memory)

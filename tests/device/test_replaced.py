@@ -73,6 +73,7 @@ def _graphs(rank, world, choose, captured=False):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("choose", ["placed", "copy engine"])
 def test_a_backend_has_the_largest_segment_of_its_graphs_only(two, choose):
     for found in two.run(on_devices, _graphs, choose):
@@ -83,6 +84,7 @@ def test_a_backend_has_the_largest_segment_of_its_graphs_only(two, choose):
         assert found[0][0] < found[1][0] < found[2][0]
 
 
+@pytest.mark.long
 def test_a_segment_stays_of_which_a_cuda_graph_has_addresses(two):
     for found in two.run(on_devices, _graphs, "placed", True):
         first, second, third = (mine for *_, mine in found)
@@ -118,6 +120,7 @@ def _steps(rank, world, choose):
     return *found, max(most)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("choose", ["symmetric", "push"])
 def test_fsdp2_has_the_segment_of_its_last_plan_only(two, choose):
     for before, (*after, replans), most in two.run(on_devices, _steps, choose):

@@ -9,11 +9,16 @@ import os
 
 from hypothesis import settings
 
-__all__ = ["examples"]
+__all__ = ["examples", "share"]
 
 _SHARE = 1 if os.environ.get("EXAMPLES") == "all" else 6
 
 
+def share(count):
+    """How many of so many examples run."""
+    return count // _SHARE
+
+
 def examples(count, **more):
     """Settings of a property for which ``count`` examples are enough; ``more`` are others."""
-    return settings(max_examples=count // _SHARE, **more)
+    return settings(max_examples=share(count), **more)

@@ -273,6 +273,7 @@ def _with_device(rank, world, totals, base, cached, live=None):
 _BASE, _ROOM = 1 << 30, 400 * MiB
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.all_cases
 @pytest.mark.parametrize("cached", [_BASE, _BASE + _ROOM])
@@ -291,6 +292,7 @@ def test_a_full_device_gives_its_cache_up_once_for_a_plan(two, cached):
         assert result["used"] <= max(result["usage"], cached)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.all_cases
 def test_the_cache_stays_where_a_plan_fits_without(two):

@@ -344,6 +344,7 @@ def test_what_people_see_does_not_count_and_what_bytes_depend_on_does():
     assert plan(evolve(problem, operations=renamed, accesses=accesses)).fingerprint != made
 
 
+@pytest.mark.long
 def test_plans_do_not_depend_on_the_hash_seed():
     code = (
         "from symmplan.planner import plan;"

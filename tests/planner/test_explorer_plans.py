@@ -116,6 +116,7 @@ _SHOWN_BY = {
 _LIES = [pytest.param(lie, marks=[pytest.mark.further] * (i % 3 > 0)) for i, lie in enumerate(LIES)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lie", _LIES)
 def test_what_the_planner_is_told_counts(lie):
     def misled(program: TinyProgram) -> bool:

@@ -33,6 +33,7 @@ def frozen(request):
     gc.freeze()
 
 
+@pytest.mark.long
 def test_only_what_the_work_has_made_is_looked_at(frozen):
     with uncollected():
         before = dropped()

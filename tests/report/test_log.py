@@ -129,6 +129,7 @@ def test_calls_over_other_groups_alone_are_told_of():
             assert warning.endswith("give symmplan.eager() theirs as group=")
 
 
+@pytest.mark.long
 def test_the_default_backend_says_what_it_did_and_that_it_did_nothing():
     torch._dynamo.reset()
     backend = symmplan.default_backend()
@@ -229,6 +230,7 @@ def _undeclared(rank, size):
     return told, equal
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_an_undeclared_op_on_a_group_is_named_once_with_what_would_place_it():
     with RankPool(2) as ranks:

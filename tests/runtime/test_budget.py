@@ -198,6 +198,7 @@ def test_fsdp_keeps_to_the_least_budget(two, choose):
             assert result["stats"]["segment_bytes"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_without_a_capacity_it_is_what_the_fullest_rank_has_free(two):
     wanted = _alike(two.run(programs.fsdp_on, [None], "placed"))["bytes"][0]
@@ -253,6 +254,7 @@ def test_sessions_and_graphs_keep_to_the_least_budget(two, program):
             assert (result["served"] == 0) == (part == 0)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.all_cases
 @pytest.mark.parametrize(
@@ -297,6 +299,7 @@ def _second_group(rank, size):
     dist.new_group(range(size))
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.all_cases
 @pytest.mark.parametrize(
@@ -322,6 +325,7 @@ def test_random_faults_and_budgets(name, seeds, shared_memory_is_left_clean):
     assert sum(hit for _, hit in results) > len(seeds) // 4
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_what_one_rank_has_failed_at_is_known_to_none():
     with RankPool(2) as pool:  # in which nobody has asked before
@@ -368,6 +372,7 @@ def test_what_is_too_large_to_be_measured_is_measured_on_a_part(two, name):
             assert max(nbytes for nbytes, _ in choices) > room / 4
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.all_cases
 @pytest.mark.parametrize("name", ["fsdp", "eager", "compiled"])

@@ -134,6 +134,7 @@ def _mixed(rank, size):
     return all(right), len(plan.placements), {u.reason for u in plan.unplanned}
 
 
+@pytest.mark.long
 def test_what_has_no_form_in_two_levels_is_ordinary_beside_what_has(pool):
     for right, placed, reasons in pool.run(_mixed):
         assert right
@@ -198,6 +199,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.all_cases
 @pytest.mark.parametrize(("what", "moment", "integration", "kind"), FAULTS)
 def test_a_fault_on_one_host_is_named_on_all(what, moment, integration, kind):

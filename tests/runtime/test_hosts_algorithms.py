@@ -38,6 +38,7 @@ def _measured(rank, size, choose):
     return found
 
 
+@pytest.mark.long
 def test_two_levels_are_measured_beside_the_ordinary_way(pool):
     for choose in ("measure", "auto"):
         first, *others = pool.run(_measured, choose)
@@ -182,6 +183,7 @@ def _narrow(rank, size, dtype):
     return host(), [x.double() for x in got], [x.double() for x in inputs], sent, placed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_narrow_sums_are_rounded_for_the_network_and_at_the_end(pool, dtype):
     found = pool.run(_narrow, dtype)

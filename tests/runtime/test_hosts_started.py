@@ -142,6 +142,7 @@ def _called(rank, size, asynchronous):
         return wrong, session.stats.served
 
 
+@pytest.mark.long
 @pytest.mark.all_cases
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_calls_of_a_session_end_where_the_program_waits(pool, asynchronous):

@@ -105,6 +105,7 @@ def _inner_groups(rank, size):
     return choices
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.all_cases
 def test_inner_groups_of_a_plan_choose_alike_when_only_theirs_is_new(four):

@@ -207,6 +207,7 @@ def same_by_other_names(rank, size, program):
     return PROGRAMS[program](rank, size, timeout=TIMEOUT + rank, **names[rank % 3])[0]
 
 
+@pytest.mark.long
 @pytest.mark.all_cases
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_what_comes_to_the_same_is_no_difference(two, program):
@@ -319,6 +320,7 @@ def refused_before(rank, size):
     return good, stats.served, stats.segment_bytes
 
 
+@pytest.mark.long
 def test_who_does_without_already_tells_ranks_that_are_new(three):
     found = three.run(refused_before)
     assert [good for good, *_ in found] == [[True, True], [True, True], [True]]

@@ -77,6 +77,7 @@ def trained(layers, tokens, reduce, replicas):
         optimizer.zero_grad()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reduce", [None, torch.float32])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("tokens", [1024, pytest.param(4096, marks=pytest.mark.further)])
@@ -182,6 +183,7 @@ def test_a_small_batch_has_pushes_and_no_more_bytes():
     assert found & pushes
 
 
+@pytest.mark.long
 def test_gradients_that_are_pushed_count_once():
     """They are kept when autograd drops them; a moment with both would be the peak here.
 
@@ -234,6 +236,7 @@ def test_who_asks_for_a_peak_takes_it_from_nobody_else():
     assert storages.lately("c") == 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tokens", [4, 1024])
 def test_what_idle_bytes_could_give_is_between_nothing_and_all_of_them(tokens):
     """It may be more than without symmplan: pushed gradients stay until peers have them."""

@@ -71,6 +71,7 @@ def _held(rank, world):
     return held
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_that_is_what_ranks_hold(two):
     report = symmplan.simulate(lambda: _program(session=True), ranks=2, memory="shm")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from examples import share
 from symmplan.errors import VerificationError
 from symmplan.model import Problem
 from symmplan.planner import plan
@@ -49,7 +50,7 @@ PACKERS = {
 
 @pytest.mark.parametrize("name", PACKERS)
 def test_every_packer_conforms(name):
-    check_packer(PACKERS[name], examples=60)
+    check_packer(PACKERS[name], examples=share(60))
 
 
 def test_the_kit_catches_wrong_packers():

@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, example, given, settings
 from programs import Program, make_inputs, programs, run
 from ranks import pool_of
 
+from examples import examples
+
 pytestmark = pytest.mark.ranks
 
 
@@ -63,9 +65,7 @@ def _check(pool, program, inner, repeat=3):
     assert first["placed"] == sum(first["parts"])
 
 
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(24, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=programs())
 # An op's own all-gather reads what peers still read.
 @example(

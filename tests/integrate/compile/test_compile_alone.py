@@ -212,6 +212,7 @@ def _alone(rank, size, dynamic, choose, bind, before):
     return type(error).__name__, error.what, error.ranks, error.planning, error.running, error.fix
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("before", [1, 3])
 @pytest.mark.parametrize(
     ("dynamic", "choose", "bind"),
@@ -274,6 +275,7 @@ def _elsewhere(rank, size):
         backend.release()
 
 
+@pytest.mark.long
 def test_who_plans_sees_who_waits_elsewhere(pair):
     for what in pair.run(_elsewhere):
         assert what == "rank 1 is planning a new graph, rank 0 is running an old one"
@@ -388,6 +390,7 @@ def _renamed(rank, size, choose, bind):
 _CHOICES = [("placed", False), ("placed", True), ("measure", False)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("choose", "bind"), _CHOICES)
 def test_another_group_of_the_same_name_is_another(three, choose, bind):
     found = three.run(_renamed, choose, bind)

@@ -52,6 +52,7 @@ def _compare(rank, size, algorithm, inner):
 pair = pool_of(2, timeout=120.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 @pytest.mark.parametrize("algorithm", ["ordinary", "symmetric"])
 def test_ranks_choose_alike_and_results_stay(pair, algorithm, inner):

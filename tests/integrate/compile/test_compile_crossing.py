@@ -161,6 +161,7 @@ def _used_twice(rank, world_size):
         backend.release()
 
 
+@pytest.mark.long
 def test_a_part_used_three_times(pool):
     assert pool.run(_used_twice) == [2 * 2, 2 * 2]
 

@@ -114,6 +114,7 @@ def _peeked(rank, world_size):
         backend.release()
 
 
+@pytest.mark.long
 def test_peers_read_what_was_copied_back(pool):
     first, second = pool.run(_peeked)
     assert first == second

@@ -57,6 +57,7 @@ def test_a_bounded_dimension_is_planned_for_its_bound(pair, inner):
     assert not any("symbolic" in reason for reason in reasons)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_a_dimension_without_a_bound_is_planned_for_a_size_class(pair, inner):
     """Of 6, 32, 4 and 18 rows, 6 is planned for 8, and 32 for all of them."""

@@ -174,6 +174,7 @@ def _late_reader(rank, world_size):
         backend.release()
 
 
+@pytest.mark.long
 def test_peers_have_read_before_the_next_graph_writes(pool):
     for found, nbytes, bound in pool.run(_late_reader):
         assert found == [4.0, 301.0] * 2

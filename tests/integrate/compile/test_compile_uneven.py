@@ -143,6 +143,7 @@ def test_however_they_run(two, options):
 BACK = [[[2, 2], [2, 2]], [[1, 3], [2, 4]], [[3, 2], [2, 2]], [[2, 2], [2, 2]], [[2, 2], [2, 1]]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dynamic", [False, None])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_no_rank_returns_to_a_graph_in_which_they_are_placed(two, program, dynamic):
@@ -150,6 +151,7 @@ def test_no_rank_returns_to_a_graph_in_which_they_are_placed(two, program, dynam
     _judge(found, "balanced first")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dynamic", [False, None])
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("tables", [ALONE, BACK, TABLES["even"], TABLES["differing"]], ids=str)
@@ -226,6 +228,7 @@ def _beside_windows(rank, world, program, counts):
     return placed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", [_of_a_gather, _of_a_saved_gather, _result_that_leaves])
 def test_in_nccls_memory_both_ends_are_in_placements_or_none_is(two, program):
     for placed in two.run(_beside_windows, program, (3, 5)):

@@ -58,6 +58,7 @@ def test_a_session_takes_nothing_beside_fsdp2(two, style):
         assert found["rendezvous"] == [int(style != "unequal")] * 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("style", "memory"),
     [
@@ -74,6 +75,7 @@ def test_on_devices_neither(two, style, memory):
         assert found["bytes"][1:] == [found["fsdp"]] * 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("style", ["asynchronous", pytest.param("unequal", marks=FURTHER)])
 def test_a_recording_keeps_no_bytes_of_fsdp2(two, style):
     """Of the iteration in which FSDP2 gets its segments, too."""

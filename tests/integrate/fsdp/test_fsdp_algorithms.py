@@ -90,6 +90,7 @@ def late_sums(rank, world, blocks, algorithm):
         push.sum_rows = original
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["push", "shared push"])
 @pytest.mark.parametrize("blocks", [3, 4])
 def test_nobody_pushes_over_what_a_peer_has_yet_to_sum(two, blocks, algorithm):
@@ -255,6 +256,7 @@ def choice(rank, world):
     return both(lambda: shard(Net()), train, rank, look=look, choose="measure")
 
 
+@pytest.mark.long
 def test_each_kind_and_size_is_measured_once(two):
     for result in two.run(choice):
         assert result["differences"] == []
@@ -270,6 +272,7 @@ def forced_choice(rank, world, kind):
         return both(lambda: shard(Net()), train, rank, lambda h: h.plan.summary(), choose="measure")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "count"), [("reduce_scatter", 4), ("all_gather", 7)])
 def test_what_is_slower_in_symmetric_memory_stays_out_of_the_plan(two, kind, count):
     results = two.run(forced_choice, kind)

@@ -334,6 +334,7 @@ def lingering(rank, world):
     return result
 
 
+@pytest.mark.long
 def test_tensors_that_a_collective_holds_longer_do_not_count_as_held(two):
     (unhindered,) = {r["bytes"] for r in two.run(plain)}
     results = two.run(lingering)

@@ -379,6 +379,7 @@ def kept_buffer(rank, world):
     return {**result, "told": told}
 
 
+@pytest.mark.long
 def test_what_is_held_is_what_is_reported(two):
     for result in two.run(kept_buffer):
         assert result["differences"] == []

@@ -66,6 +66,7 @@ def check(ranks, program):
         assert stats.plain == 0
 
 
+@pytest.mark.long
 def test_an_evaluation_that_leaves_modules_unsharded_takes_one_module_more(two):
     units = (Unit(),) * 5 + (Unit(reshard=False),)
     program = Program(2, units, ((("evaluate", "no_grad"),),))
@@ -132,6 +133,7 @@ def nothing_at_first(rank, world, again):
     return both(build, changing(change, 8), rank, capacity=8 << 10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("again", [True, False])
 def test_what_comes_later_is_recorded_where_nothing_was_placed(two, again):
     for result in two.run(nothing_at_first, again):

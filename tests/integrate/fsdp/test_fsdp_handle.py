@@ -249,6 +249,7 @@ def applied_before_backward(rank, world):
     return compared(program, rank)
 
 
+@pytest.mark.long
 def test_apply_between_forward_and_backward(two):
     for first, second in same(two.run(applied_before_backward)):
         assert first > 0

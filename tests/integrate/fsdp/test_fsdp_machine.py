@@ -148,6 +148,7 @@ def test_all_modules_are_unsharded_in_the_middle_of_a_pass(two):
         assert result["refused"] is None
 
 
+@pytest.mark.long
 def test_a_module_that_is_computed_again_in_its_own_backward_keeps_its_bytes(two):
     """No hook of FSDP2's comes before that graph is read, so nothing could be put back."""
     acts = (("train",), ("order", (3, 5, 4)), ("train",), ("train",))
@@ -188,6 +189,7 @@ def test_modules_stay_unsharded_while_graphs_of_others_have_views_of_their_bytes
         assert result["refused"] is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("others", [(0, 2), (2, 0), (0, 3)])
 @pytest.mark.parametrize("postponed", [True, False])
 def test_two_modules_with_graphs_are_in_use_at_once(two, others, postponed):

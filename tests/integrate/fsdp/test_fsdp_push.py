@@ -212,6 +212,7 @@ def test_a_rank_that_does_not_accumulate_pushes_in_the_type_of_its_peers(two, al
         assert result["stats"]["reasons"] == {}
 
 
+@pytest.mark.long
 def test_the_sums_of_narrow_gradients_are_reduced_on_in_32_bits():
     with RankPool(4) as four:
         for result in four.run(narrow, 2, 6):

@@ -179,6 +179,7 @@ def _share_communicators(rank, world):
     return found, differences(plain, planned), state().network.refused
 
 
+@pytest.mark.long
 def test_a_communicator_stays_while_a_program_that_is_awake_runs_over_it(two):
     for found, wrong, refused in two.run(on_devices, _share_communicators):
         assert wrong == refused == []
@@ -319,6 +320,7 @@ def _no_room(rank, world):
     return differences(plain, trace), stats, [str(one.message) for one in told]
 
 
+@pytest.mark.long
 def test_where_a_rank_cannot_have_memory_again_all_run_in_torchs_way(two):
     results = two.run(_no_room)
     for wrong, stats, _ in results:
