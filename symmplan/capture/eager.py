@@ -32,7 +32,8 @@ from symmplan.capture.stacks import called_at, is_by_torch, stack
 from symmplan.capture.streams import MAIN, Timeline
 from symmplan.device import device_of
 from symmplan.torch_private import compilers, dispatch, threads, works
-from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves, tree_map_only
+from symmplan.torch_private.op_modes import OpByOpMode
+from symmplan.torch_private.ops import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,7 +114,7 @@ def _end(*written: torch.Tensor) -> Any:
     return None
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OpByOpMode):
     """Writes down what runs while it is active.
 
     Args:
@@ -151,7 +152,7 @@ class Recorder(TorchDispatchMode):
         default_group: str,
         is_program: Callable[[], bool],
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.graph = fx.Graph()
         self.calls: list[Recorded] = []
         self.lines: dict[fx.Node, str] = {}
@@ -181,7 +182,7 @@ class Recorder(TorchDispatchMode):
         self.timeline.current()  # the stream on which it starts
         if self._streams is not None:
             self._inside.enter_context(self._streams.watching(self.timeline))
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         self._entered = True
         return self
 
@@ -195,7 +196,7 @@ class Recorder(TorchDispatchMode):
         """Be no dispatch mode any more, if it is one. Not in a call of a compiled function."""
         if self._entered:
             self._entered = False
-            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            super().__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

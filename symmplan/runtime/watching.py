@@ -34,10 +34,10 @@ from symmplan.process import PROCESS
 from symmplan.registry import bind_arguments
 from symmplan.torch_private import c10d, dispatch, works
 from symmplan.torch_private.compilers import takes_a_list
+from symmplan.torch_private.op_modes import OpByOpMode
 from symmplan.torch_private.ops import (
     FakeTensor,
     HigherOrderOperator,
-    TorchDispatchMode,
     tree_leaves,
 )
 
@@ -136,7 +136,7 @@ class _Work:
         return getattr(self._work, name)
 
 
-class Watching(TorchDispatchMode):
+class Watching(OpByOpMode):
     """Reports accesses while it is active. See [Note: what is seen].
 
     Peers may take ``timeout`` seconds to start a collective. ``serves`` says whether an op that
@@ -144,7 +144,7 @@ class Watching(TorchDispatchMode):
     """
 
     def __init__(self, timeout: float, serves: Callable[[Any], bool] = lambda _: False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._timeout = timeout
         self._serves = serves
         self._pending: dict[int, list[_Pending]] = {}
@@ -154,11 +154,11 @@ class Watching(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         PROCESS.watching.append(self)
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
         PROCESS.watching.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import operator
 import re
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import _guards
 
-from symmplan.torch_private.table.compilers import AUTOGRAD_CACHE, COMPILED_CODE, OUTSIDE
+from symmplan.torch_private.table.compilers import AUTOGRAD_CACHE, COMPILED_CODE, OUTSIDE, STANCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -46,6 +47,52 @@ def in_compiled_call() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def in_compiled_code() -> bool:
+    """Whether Dynamo would compile what an op is called by that a dispatch mode sees now.
+
+    What it is told to leave out, as FSDP2's hooks, is none of that.
+    """
+    from torch._dynamo import eval_frame
+
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == eval_frame.__file__:
+            if code.co_name == "compile_wrapper":
+                return True
+            left_out = frame.f_locals.get("fn") if code.co_name == "_fn" else None
+            # Modes are left out themselves.
+            if left_out is not None and left_out.__name__ != "__torch_dispatch__":
+                return False
+        frame = frame.f_back
+    return False
+
+
+def run_op_by_op() -> Callable[[], None]:
+    """From now on compiled functions run op by op when they are called, in all threads.
+
+    Returns:
+        What ends that. Where several have asked for it, the last that ends it does, unless the
+        program has set another stance meanwhile.
+    """
+    if STANCE.missing():
+        return lambda: None
+    eval_frame: Any = importlib.import_module("torch._dynamo.eval_frame")
+    stance = eval_frame._stance
+    if not hasattr(stance, "symmplan_asked"):
+        stance = eval_frame.DynamoStance("force_eager")
+        stance.symmplan_asked, stance.symmplan_before = 0, eval_frame._stance
+        eval_frame._stance = stance
+    stance.symmplan_asked += 1
+
+    def end() -> None:
+        stance.symmplan_asked -= 1
+        if not stance.symmplan_asked and eval_frame._stance is stance:
+            eval_frame._stance = stance.symmplan_before
+
+    return end
 
 
 def compiled_frame() -> int | None:

@@ -20,8 +20,10 @@ from symmplan.capture.c10d import NAMES, reader_of
 from symmplan.coordination.own import in_own_work
 from symmplan.place.algorithms import overload_named
 from symmplan.registry import all_specs
+from symmplan.report.log import LOG
 from symmplan.runtime.watching import Watching, watched
 from symmplan.torch_private import dispatch
+from symmplan.torch_private.compilers import run_op_by_op
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,19 +105,31 @@ def install(cursor: Cursor, own_groups: OwnGroups, stack: ExitStack) -> None:
         add(op, _wait_kernel(cursor, op))
 
 
-def watch(stack: ExitStack, timeout: float) -> None:
-    """Look for races in what no kernel of these catches, until ``stack`` is closed.
+def follow(stack: ExitStack, op_by_op: bool, races: float) -> None:
+    """What sees that a program goes on as it was recorded, until ``stack`` is closed.
 
     Args:
         stack: The same as of `install`.
-        timeout: Seconds that ranks wait for each other.
+        op_by_op: Whether declared calls were made in compiled functions, which ran op by op. They
+            go on so: compilers make other calls of these, and other tensors.
+        races: Seconds that ranks wait for each other while races are looked for in what no kernel
+            of these catches; 0 if none are.
     """
+    if op_by_op:
+        LOG.warning(
+            "functions under torch.compile make calls that the session plans, so all compiled "
+            'functions run op by op until it ends: compile them with backend="symmplan" outside '
+            "of a session, or make these calls outside of them"
+        )
+        stack.callback(run_op_by_op())
+    if not races:
+        return
     names = declared_names()
 
     def serves(op: Any) -> bool:
         return not in_own_work() and overload_name(op) in names
 
-    stack.enter_context(Watching(timeout, serves))
+    stack.enter_context(Watching(races, serves))
 
 
 def declared_names() -> dict[str, None]:

@@ -39,6 +39,7 @@ from symmplan.runtime.fitting import Fitting
 from symmplan.runtime.prepare import Preparation
 from symmplan.runtime.sleep import tell
 from symmplan.runtime.stats import Copy
+from symmplan.torch_private.compilers import in_compiled_code
 from symmplan.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class IterationRecording:
 
     Attributes:
         sizes: Of each all-to-all, once the iteration has ended.
+        op_by_op: Whether declared calls were made in compiled functions.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class IterationRecording:
         self._settings = settings
         self._before = before
         self.sizes: list[Sizes] = []
+        self.op_by_op = False
         self._refused: dict[fx.Node, str] = {}
         self._unequal: dict[fx.Node, UnequalParts] = {}
         self._turns = turns
@@ -139,6 +142,7 @@ class IterationRecording:
         How many rows go to whom is each rank's own affair.
         """
         self._calls += 1
+        self.op_by_op = self.op_by_op or in_compiled_code()
         if self._others is None:
             self._others = PROCESS.owners_ran
         if self._calls == _LONG:

@@ -18,7 +18,7 @@ from symmplan.device import device_of
 from symmplan.errors import RunError, SessionError
 from symmplan.integrate.eager.calls import settle
 from symmplan.integrate.eager.faults import LEFT, NOT_ENTERED, Faults, misused
-from symmplan.integrate.eager.kernels import Cursor, install, watch
+from symmplan.integrate.eager.kernels import Cursor, follow, install
 from symmplan.integrate.eager.recording import IterationRecording
 from symmplan.integrate.eager.schedule import counted, perform
 from symmplan.integrate.eager.settings import Settings, meet
@@ -217,8 +217,8 @@ class Session(OfOneProcess):
             self._serve_first, waited, Roles(self._settings.streams), self._is_program
         )
         install(self._cursor, self._settings.own_groups, self._serving)
-        if frozen.arena.races is not None:
-            watch(self._serving, self._settings.options.timeout)
+        races = frozen.arena.races is not None
+        follow(self._serving, recording.op_by_op, self._settings.options.timeout if races else 0.0)
 
     @outside_graphs
     def check(self, iteration: Callable[[], Any]) -> Checked:

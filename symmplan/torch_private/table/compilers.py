@@ -94,6 +94,15 @@ OUTSIDE = Seam(
     names("torch", "_disable_dynamo"),
 )
 
+STANCE = Seam(
+    "what calls of compiled functions do",
+    "speed",
+    "functions that an iteration calls while it is recorded are compiled afterwards",
+    ("sessions", "fsdp"),
+    names("torch._dynamo.eval_frame", "_stance DynamoStance"),
+    undone="when nothing of a program is recorded or watched any more",
+)
+
 SIZES = Seam(
     "expressions of sizes",
     "correctness",
