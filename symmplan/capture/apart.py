@@ -139,8 +139,8 @@ def _await_release(shared: Sequence[tuple[torch.Tensor, int]]) -> None:
 
 
 def is_tensor(x: Any) -> bool:
-    """Whether it is a tensor."""
-    return isinstance(x, torch.Tensor)
+    """Whether it is a tensor of plain bytes: neither sparse nor quantized."""
+    return isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_quantized
 
 
 def identity(x: torch.Tensor) -> tuple[Any, ...]:

@@ -21,19 +21,19 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, field
 from torch import fx
 
 from symmplan.capture.apart import is_tensor, run_apart, storage_key, view_of
 from symmplan.capture.c10d import Functional, functional_form, reader_of
 from symmplan.capture.module_names import name_modules, parameter_owners
+from symmplan.capture.recorded import Recorded, Storage, opaque
 from symmplan.capture.signatures import signature, stand_in
 from symmplan.capture.stacks import called_at, is_by_torch, stack
-from symmplan.capture.streams import MAIN, Timeline
+from symmplan.capture.streams import Timeline
 from symmplan.device import device_of
 from symmplan.torch_private import compilers, dispatch, threads, works
 from symmplan.torch_private.op_modes import OpByOpMode
-from symmplan.torch_private.ops import tree_leaves, tree_map_only
+from symmplan.torch_private.ops import HigherOrderOperator, tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,44 +60,6 @@ def threads_of_program() -> Callable[[], bool]:
     mark = object()  # of this program; it holds nothing else
     threads.mark_thread(_PROGRAM, mark)
     return lambda: threads.thread_mark(_PROGRAM) is mark
-
-
-def opaque(*_args: Any) -> None:
-    """Stands for a collective that has no functional form: it may write all that it is given."""
-
-
-@define(eq=False)
-class Storage:
-    """A storage that the program uses."""
-
-    meta: Any  # its stand-in on the meta device
-    origin: fx.Node  # the first node
-    made: bool  # whether an op of the iteration made it
-    #: ``{(offset, size, stride, dtype): the last node with that view}``, the view that was made or
-    #: used last at the end.
-    nodes: dict[Any, fx.Node] = field(factory=dict)
-    stream: str = MAIN  # name of the stream on which it was made
-    dropped: int = 0  # when it was released; 0 while it lives
-    #: Names of streams that may use it until then, by ``record_stream``.
-    users: list[str] = field(factory=list)
-    elsewhere: bool = False  # whether a collective over another group uses it
-    opaque: bool = False  # whether a collective without a functional form uses it
-
-
-@define(eq=False)
-class Recorded:
-    """A call of the program that the session serves: a declared op, or a request for memory."""
-
-    node: fx.Node  # its node
-    op: Any  # the op as the program called it, None for memory
-    #: What stands for it in the graph, of `CallValue`; None for memory, and if nothing does.
-    form: Functional | None
-    kind: str  # ``"op"``, ``"empty"`` or ``"out"``
-    args: Any = ()  # positional arguments that say what it does, as `signature` has them
-    kwargs: Any = field(factory=dict)  # the same by name
-    line: str = ""  # where in the user's program, ``"file:line"``
-    stream: str = MAIN  # name of the stream that was current
-    storages: tuple[Storage, ...] = ()  # of its arguments and results, if it is an op
 
 
 def _without_bytes(storage: torch.UntypedStorage) -> str:
@@ -204,6 +166,10 @@ class Recorder(OpByOpMode):
             return func(*args, **kwargs)
         if any(map(dispatch.wraps_tensors, types)):
             return NotImplemented  # a wrapper: let it run the ops that it is made of
+        if isinstance(func, HigherOrderOperator):
+            # Its functions may use all that it is given, and what it makes comes from elsewhere.
+            self._node(opaque, self._nodes_of((args, kwargs)), None)
+            return func(*args, **kwargs)
         if func._schema.name == "aten::record_stream":
             self._used_until_released(args[0], args[1])
             return func(*args, **kwargs)
@@ -318,10 +284,14 @@ class Recorder(OpByOpMode):
         return _ELSEWHERE if storage is not None and storage.elsewhere else ""
 
     def _opaque(self, args: Any, kwargs: Any) -> fx.Node:
-        given = tree_leaves(self._arguments((args, kwargs)))
         for storage in self._storages_of((args, kwargs)):
             storage.opaque = True
-        return self._node(opaque, (tuple(n for n in given if isinstance(n, fx.Node)), {}), None)
+        return self._node(opaque, self._nodes_of((args, kwargs)), None)
+
+    def _nodes_of(self, values: Any) -> tuple[Any, Any]:
+        """Arguments of `opaque`: the nodes of all tensors."""
+        given = tree_leaves(self._arguments(values))
+        return tuple(n for n in given if isinstance(n, fx.Node)), {}
 
     def _storages_of(self, values: Any) -> tuple[Storage, ...]:
         keys = dict.fromkeys(storage_key(x) for x in tree_leaves(values) if is_tensor(x))
@@ -360,8 +330,12 @@ class Recorder(OpByOpMode):
         self.calls.append(Recorded(storage.origin, None, None, kind, *given))
 
     def _arguments(self, given: Any) -> Any:
-        nodes = tree_map_only(torch.Tensor, self._of, given)
+        nodes = tree_map_only(torch.Tensor, self._of_any, given)
         return tree_map_only(torch.UntypedStorage, _without_bytes, nodes)
+
+    def _of_any(self, tensor: torch.Tensor) -> fx.Node | str:
+        """A text stands for what has no plain bytes, such as a sparse tensor."""
+        return self._of(tensor) if is_tensor(tensor) else f"{tensor.layout} {tensor.dtype}"
 
     def _of(self, tensor: torch.Tensor) -> fx.Node:
         """The node that stands for a tensor."""
@@ -387,21 +361,23 @@ class Recorder(OpByOpMode):
         self, tensor: torch.Tensor, node: fx.Node, *, made: bool, path: tuple[int, ...] = ()
     ) -> Any:
         """Remember that ``node`` gives ``tensor``; returns its stand-in."""
-        key = storage_key(tensor)
+        key, view = storage_key(tensor), view_of(tensor)
         storage = self._storages.get(key)
-        if storage is None:
-            real = tensor.untyped_storage()
-            meta = torch.empty(real.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
-            stream = self.timeline.current()
-            storage = self._storages[key] = Storage(meta, node, made, stream=stream)
-            self._watches[key] = weakref.ref(real, lambda _: self._released(key, storage))
+        with dispatch.no_modes():  # those of the program would trace stand-ins
+            if storage is None:
+                real = tensor.untyped_storage()
+                meta = torch.empty(real.nbytes(), dtype=torch.uint8, device="meta")
+                stream = self.timeline.current()
+                storage = Storage(meta.untyped_storage(), node, made, stream=stream)
+                self._storages[key] = storage
+                self._watches[key] = weakref.ref(real, lambda _: self._released(key, storage))
+            stand_in = torch.empty(0, dtype=tensor.dtype, device="meta")
+            stand_in.set_(storage.meta, *view[:3])
         if made:
             self.made[(node, path)] = storage
-        view = view_of(tensor)
         storage.nodes.pop(view, None)
         storage.nodes[view] = node
-        stand_in = torch.empty(0, dtype=tensor.dtype, device="meta")
-        return stand_in.set_(storage.meta, *view[:3])
+        return stand_in
 
     def _released(self, key: int, storage: Storage) -> None:
         if self._is_program():  # see [Note: threads of a program]
@@ -422,7 +398,7 @@ class Recorder(OpByOpMode):
         return node
 
     def _results(self, node: fx.Node, result: Any, path: tuple[int, ...]) -> Any:
-        if isinstance(result, torch.Tensor):
+        if is_tensor(result):
             if not path:
                 return self._enter(result, node, made=True)
             stand_in = self._enter(result, node, made=True, path=path)

@@ -44,9 +44,10 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-    from symmplan.capture.eager import Recorded, Recorder, Storage
+    from symmplan.capture.eager import Recorder
     from symmplan.capture.graphs import Value
     from symmplan.capture.producers import Write
+    from symmplan.capture.recorded import Recorded, Storage
 
     #: How a node writes, given what says it of nodes of the program's own.
     _Producer: TypeAlias = Callable[[fx.Node, Callable[[fx.Node], Write | None]], Write | None]

@@ -27,6 +27,7 @@ import torch
 from attrs import define, field
 from torch import fx
 
+from symmplan.capture.apart import is_tensor
 from symmplan.capture.c10d import functional_form
 from symmplan.device import device_of
 from symmplan.memory.races import touch
@@ -168,6 +169,10 @@ class Watching(OpByOpMode):
         if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
             return NotImplemented  # a wrapper: let it run the ops that it is made of
         if self._under:
+            return func(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):
+            for tensor in _tensors((args, kwargs)):
+                touch(tensor, write=False, op=func.name())
             return func(*args, **kwargs)
         self._ops += 1
         name, namespace = func._schema.name, func.namespace
@@ -350,9 +355,7 @@ def _touch(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
+    return [x for x in tree_leaves(value) if is_tensor(x)]
 
 
 class _Nodes(fx.Interpreter):

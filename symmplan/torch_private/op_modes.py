@@ -18,7 +18,10 @@ class OpByOpMode(TorchDispatchMode):
 
     Dynamo compiles nothing below a dispatch mode. But some torch never compile again what ran so
     once (2.11 and 2.13), and since 2.13 functions that were compiled with ``fullgraph=True`` raise.
+    Higher-order operators are given to the mode, too; torch would refuse them otherwise.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

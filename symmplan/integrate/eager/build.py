@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
-    from symmplan.capture.eager import Recorded, Recorder
+    from symmplan.capture.eager import Recorder
     from symmplan.capture.graphs import Value
+    from symmplan.capture.recorded import Recorded
     from symmplan.capture.sites import Captured, PlacedStorage
     from symmplan.integrate.eager.schedule import Act
     from symmplan.memory import Arena

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-    from symmplan.capture.eager import Recorded, Recorder, Storage
+    from symmplan.capture.eager import Recorder
+    from symmplan.capture.recorded import Recorded, Storage
 
 __all__ = ["DIFFER", "UNEVEN", "Sizes", "agreed", "sizes_of"]
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from symmplan.capture.c10d import Functional
-    from symmplan.capture.eager import Recorded
+    from symmplan.capture.recorded import Recorded
     from symmplan.capture.sites import Site
     from symmplan.place.expected import Expected
     from symmplan.place.program import PlacedCall
